@@ -1,0 +1,277 @@
+"""What a build spec may say. The JSON Schema in `configs/` is generated from these classes.
+
+Every default stands here and nowhere else; `trtforge plan` prints them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema, with_config
+from typing_extensions import Self
+
+DEFAULT_OUTPUT = Path("dist")
+BLANK = "FILL_IN"
+"""What `trtforge init` writes where only the user knows the size."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SHAPE_TEXT = re.compile(r"[0-9]{1,19}(x[0-9]{1,19})*")
+_INT64_MAX = 2**63 - 1
+_FORBID = with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False))
+
+
+class WrittenInt(int):
+    """A whole number from YAML that remembers how it was written."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        """The value of `text` by YAML 1.2: decimal, 0o17 or 0x1f."""
+        bare = text.lstrip("+-")
+        number = super().__new__(cls, text, 0 if bare[:2] in ("0o", "0x") else 10)
+        number.text = text
+        return number
+
+
+class WrittenFloat(float):
+    """A number from YAML that remembers how it was written, so that the version `10.10` is not read as 10.1."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        """The value of `text` by YAML 1.2, which writes infinity as .inf."""
+        number = super().__new__(cls, text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        number.text = text
+        return number
+
+
+def _as_written(value: Any) -> Any:
+    return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, str):
+        if not _SHAPE_TEXT.fullmatch(value):
+            raise ValueError(f"found '{value[:60]}', expected a shape such as [1, 3, 224, 224] or 1x3x224x224")
+        return tuple(int(size) for size in value.split("x"))
+    return value
+
+
+def _values(value: Any) -> Any:
+    """A single number stands for the value of a scalar input."""
+    return (value,) if isinstance(value, int | float | str) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"found {str(value).lower()}, expected a number")  # noqa: TRY004 - pydantic catches ValueError
+    return value
+
+
+def _size(value: Any) -> Any:
+    if value == BLANK:
+        raise ValueError("found the blank that trtforge init left, expected the size of this axis")
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(f"found {str(_as_written(value)).lower()}, expected a whole number")
+    return int(value) if isinstance(value, float) else value
+
+
+def _fixed_shape(value: Any) -> Any:
+    """A bare shape means min = opt = max."""
+    if isinstance(value, Mapping):
+        return value
+    return {"min": value, "opt": value, "max": value}
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(
+            f"found '{value[:60]}', expected letters, digits, '.', '_' and '-' only, as it becomes a file name"
+        )
+    return value
+
+
+def _input_range(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError(f"found [{value[0]:g}, {value[1]:g}], expected the lower bound first")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_as_written)]
+"""Text, or a number taken as it is written."""
+_TEXT_SCHEMA = {"type": ["string", "number"]}
+Word = Annotated[Text, WithJsonSchema(_TEXT_SCHEMA)]
+Name = Annotated[Text, AfterValidator(_name), WithJsonSchema({**_TEXT_SCHEMA, "pattern": f"^{_NAME.pattern}$"})]
+Size = Annotated[int, Field(ge=0, le=_INT64_MAX), BeforeValidator(_size)]
+StreamCount = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_size)]
+Mebibytes = Annotated[int, Field(ge=1, le=_INT64_MAX >> 20), BeforeValidator(_size)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_number)]
+_SHAPE_SCHEMA = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        {"type": "string", "pattern": f"^{_SHAPE_TEXT.pattern}$"},
+    ]
+}
+SpecShape = Annotated[tuple[Size, ...], BeforeValidator(_shape), WithJsonSchema(_SHAPE_SCHEMA)]
+_Value = Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX), BeforeValidator(_size)]
+SpecValues = Annotated[tuple[_Value, ...], BeforeValidator(_values, json_schema_input_type=_Value | tuple[_Value, ...])]
+SpecPath = Annotated[Path, BeforeValidator(_as_written)]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where the model comes from."""
+
+    onnx: SpecPath
+    """Path of the ONNX file, from the folder of the file that says so."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputValues:
+    """What valid values of one input are, for the inputs that trtforge generates where it needs data nobody gave."""
+
+    kind: Literal["token_ids", "mask", "image", "free"] | None = None
+    """Overrides what the graph's structure suggests."""
+    range: Annotated[tuple[Number, Number], AfterValidator(_input_range)] | None = None
+    """Inclusive lower and upper bound of the values."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRange:
+    """min, opt and max *values* of an input that decides the shape of another tensor."""
+
+    min: SpecValues
+    opt: SpecValues
+    max: SpecValues
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputProfile:
+    """min, opt and max shape of one input, or of its values. A bare shape means min = opt = max."""
+
+    min: SpecShape | None = None
+    opt: SpecShape | None = None
+    max: SpecShape | None = None
+    values: ValueRange | None = None
+
+
+_INPUT_PROFILE = Annotated[InputProfile, BeforeValidator(_fixed_shape, json_schema_input_type=InputProfile | SpecShape)]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSpec:
+    """One optimization profile."""
+
+    name: Name = "default"
+    inputs: dict[Text, _INPUT_PROFILE]
+    """Input name -> shapes. Static inputs need no entry."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The types the engine computes in."""
+
+    type: Literal["fp32", "as_model", "fp16", "bf16", "int8", "fp8"] = "fp32"
+    """`fp32` refuses a model that carries other types; `as_model` builds the types the model file has."""
+    quantization: Literal["explicit", "implicit"] = "explicit"
+    """`implicit` is the calibrator route of TensorRT 8.6 and 10.x."""
+    tf32: StrictBool = False
+    """Let FP32 matrix products round their inputs to TF32 on Ampere and later."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuilderSettings:
+    """Settings of TensorRT's builder. A version that cannot honour one refuses it."""
+
+    optimization_level: Annotated[int, Field(ge=0, le=5), BeforeValidator(_size)] = 3
+    """0 builds fastest, 5 searches longest."""
+    workspace_mib: Mebibytes | None = None
+    """Limit of scratch memory in MiB; without it, the GPU's whole memory."""
+    profiling_verbosity: Literal["layer_names_only", "none", "detailed"] = "layer_names_only"
+    """How much the engine can tell about its layers."""
+    sparse_weights: StrictBool = False
+    """Use 2:4 sparse kernels where the weights allow it."""
+    strict_nans: StrictBool = False
+    """Forbid optimisations that change how NaN propagates."""
+    weight_streaming: StrictBool = False
+    """Let weights stay in host memory at run time."""
+    refit: StrictBool = False
+    """Let weights be replaced after the build."""
+    strip_weights: StrictBool = False
+    """Leave refittable weights out of the engine."""
+    version_compatible: StrictBool = False
+    """Let later TensorRT versions load the engine."""
+    hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
+    """Let other GPUs load the engine."""
+    max_aux_streams: StreamCount | None = None
+    """Limit of auxiliary CUDA streams."""
+    tactic_sources: (
+        tuple[Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"], ...] | None
+    ) = None
+    """Kernel libraries the builder may choose from; without it, the version's own choice."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RtxTarget:
+    """Engines by TensorRT-RTX, built ahead of time for compute capabilities; no GPU needed."""
+
+    backend: Literal["tensorrt_rtx"]
+    gpus: Annotated[tuple[Word, ...], Field(min_length=1)]
+    """Compute capabilities, such as sm86."""
+    version: Word | None = None
+    """TensorRT-RTX version (1.7) the spec is meant for; without it, the installed one."""
+    when_missing: Literal["fail", "skip"] = "fail"
+    """What to do where this machine cannot build it."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRtTarget:
+    """Engines by TensorRT, each built on the GPU model that it is for."""
+
+    backend: Literal["tensorrt"]
+    gpus: Annotated[tuple[Word, ...], Field(min_length=1)]
+    """GPU models, such as T4 or A100."""
+    version: Word | None = None
+    """TensorRT version (8.6, 10.9, 11.4) the spec is meant for; without it, the installed one."""
+    when_missing: Literal["fail", "skip"] = "fail"
+    """What to do where this machine cannot build it."""
+
+
+Target = RtxTarget | TensorRtTarget
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSpec:
+    """How a model becomes engines."""
+
+    version: Literal[1]
+    """Version of this format."""
+    name: Name
+    """Begins every file name."""
+    model: ModelSource
+    targets: Annotated[tuple[Annotated[Target, Field(discriminator="backend")], ...], Field(min_length=1)]
+    inputs: dict[Text, InputValues] = field(default_factory=dict)
+    """Input name -> what its values are."""
+    profiles: tuple[ProfileSpec, ...] = ()
+    """Optimization profiles; needed as soon as an input is dynamic."""
+    precision: Precision = field(default_factory=Precision)
+    builder: BuilderSettings = field(default_factory=BuilderSettings)
+    fail_on_warning: tuple[Word, ...] = ()
+    """Globs; a builder warning that matches one is an error."""
+    build_timeout: Annotated[Number, Field(gt=0)] | None = None
+    """Seconds that one engine may take; without it, no limit."""
+    output: SpecPath = DEFAULT_OUTPUT
+    """Folder for engines and manifest, from the folder of the file that says so."""
