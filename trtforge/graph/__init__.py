@@ -1,0 +1,1 @@
+"""A model file in, a checked `Graph` out: what it reads and gives, which operators it uses, what its inputs mean."""
