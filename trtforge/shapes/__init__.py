@@ -1,0 +1,1 @@
+"""Optimization profiles: read from the spec, filled with generated inputs, and tried before any builder sees them."""
