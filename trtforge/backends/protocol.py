@@ -1,0 +1,47 @@
+"""What a backend is: a module that turns one build unit into one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from trtforge.backends import tensorrt_rtx
+from trtforge.backends.worker_process import BuildEvent
+from trtforge.types import BuildUnit, BuiltEngine, Graph
+
+__all__ = ["BACKENDS", "Backend", "BuildEvent"]
+
+
+class Backend(Protocol):
+    """Satisfied by modules, such as `trtforge.backends.tensorrt_rtx`."""
+
+    NAME: str
+    """As in the spec's `targets`."""
+
+    def installed_version(self) -> str | None:
+        """Full version of the installed library, from its package metadata; None if there is none."""
+
+    def build(
+        self,
+        unit: BuildUnit,
+        graph: Graph,
+        work_dir: Path,
+        on_event: Callable[[BuildEvent], None],
+        timeout_seconds: float | None,
+    ) -> BuiltEngine:
+        """Builds `unit` from `graph` into a file in the folder `work_dir`.
+
+        Either the whole engine is there, written to the disk and hashed, or an exception says why not and nothing of
+        the attempt is left in `work_dir`, except a folder `failure` with log and reproduction. Everything that `unit` asks for is applied or refused, never ignored.
+
+        Raises:
+            BuildError: the builder gave no engine, crashed, or took longer than `timeout_seconds`.
+            CapabilityError: the installed library cannot do what `unit` asks.
+            GraphError: the parsed network is not the graph.
+            StoreError: the engine could not be written.
+        """
+
+
+BACKENDS: Final[dict[str, Backend]] = {tensorrt_rtx.NAME: tensorrt_rtx}
+"""`backend` in a spec's target -> module."""

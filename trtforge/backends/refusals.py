@@ -1,0 +1,409 @@
+"""What a version cannot honour of a spec and a model: all of it, before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from trtforge.backends.capabilities import BACKEND_NAMES, Capability, newest_version
+from trtforge.errors import CapabilityError, Problem, Where
+from trtforge.gpu_models import GPU_MODELS, compute_capability_number, gpu_model, parse_compute_capability
+from trtforge.spec.load import SpecFile
+from trtforge.spec.model import BuilderSettings
+from trtforge.types import Graph, OperatorUse, TensorSpec
+
+_PRECISION_OF_TYPE = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8e4m3fn": "fp8",
+    "int4": "int4",
+    "float4e2m1": "fp4",
+}
+_NO_KERNELS_FOR = frozenset({"float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz", "uint4", "complex64", "complex128"})
+_MATRIX_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Attention", "LSTM", "GRU", "RNN"})
+_SHOWN_NODES = 3
+_AMPERE = 80
+_ORIN = "sm87"
+
+
+def refusals(spec_file: SpecFile, target_index: int, graph: Graph, capability: Capability) -> tuple[Problem, ...]:
+    """Everything in the target, the settings and the model that this version cannot honour; exit code 6 each.
+
+    Args:
+        spec_file: the spec; `spec.targets[target_index]` names `capability.backend`.
+        target_index: position of the target.
+        graph: the model, read and checked.
+        capability: the row of the version that would build.
+    """
+    return (
+        *_gpu_problems(spec_file, target_index, capability),
+        *_precision_problems(spec_file, graph, capability),
+        *_gpu_precision_problems(spec_file, target_index, graph, capability),
+        *_setting_problems(spec_file, target_index, capability),
+        *_opset_problems(spec_file, graph, capability),
+        *_dtype_problems(spec_file, graph, capability),
+        *_operator_problems(spec_file, graph, capability),
+    )
+
+
+def warnings(spec_file: SpecFile, target_index: int, graph: Graph, capability: Capability) -> tuple[Problem, ...]:
+    """What this version does differently from the model without failing; for the same arguments as `refusals`."""
+    where = spec_file.where("model", "onnx")
+    return (
+        *_clamped_constants(where, graph, capability),
+        *_narrowed_tensors(where, graph, capability),
+        *_undocumented_opset(where, graph, capability),
+        *_off_label_gpus(spec_file, target_index, capability),
+    )
+
+
+def target_compute_capability(backend: str, gpu: str) -> str:
+    """The compute capability that a target's `gpus` entry stands for.
+
+    Raises:
+        CapabilityError: it is not of the kind that `backend` takes.
+    """
+    if backend == "tensorrt":
+        return _of_model(gpu)
+    try:
+        return parse_compute_capability(gpu)
+    except CapabilityError:
+        pass
+    try:
+        model = gpu_model(gpu)
+    except CapabilityError:
+        raise CapabilityError(
+            f"'{gpu}' is no compute capability", next_step="write one such as sm86, sm89 or sm120"
+        ) from None
+    raise CapabilityError(
+        f"'{gpu}' is a GPU model, and a tensorrt_rtx target names compute capabilities",
+        next_step=f"write {model.compute_capability}",
+    )
+
+
+def _of_model(gpu: str) -> str:
+    try:
+        compute_capability = parse_compute_capability(gpu)
+    except CapabilityError:
+        return gpu_model(gpu).compute_capability
+    models = [model.name for model in GPU_MODELS.values() if model.compute_capability == compute_capability]
+    example = f"such as {' or '.join(models[:3])} for {compute_capability}" if models else "such as T4, A100 or H200"
+    raise CapabilityError(
+        f"'{gpu}' is a compute capability, and a tensorrt engine is tuned for one GPU model",
+        next_step=f"write a GPU model, {example}",
+    )
+
+
+def _problem(summary: str, next_step: str, where: Where, detail: tuple[str, ...] = ()) -> Problem:
+    return Problem(summary, next_step, where, detail, CapabilityError.exit_code)
+
+
+def _gpus(spec_file: SpecFile, target_index: int) -> Iterator[tuple[str, Where]]:
+    for position, gpu in enumerate(spec_file.spec.targets[target_index].gpus):
+        yield gpu, spec_file.where("targets", target_index, "gpus", position)
+
+
+def _known_gpus(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[tuple[str, str, Where]]:
+    """(as written, compute capability, place) of each GPU that the version builds for."""
+    for gpu, where in _gpus(spec_file, target_index):
+        try:
+            compute_capability = target_compute_capability(capability.backend, gpu)
+        except CapabilityError:
+            continue
+        if compute_capability in capability.compute_capabilities:
+            yield gpu, compute_capability, where
+
+
+def _gpu_problems(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
+    seen = _earlier_gpus(spec_file, target_index)
+    for gpu, where in _gpus(spec_file, target_index):
+        try:
+            compute_capability = target_compute_capability(capability.backend, gpu)
+        except CapabilityError as error:
+            yield dataclasses.replace(error.problems[0], where=where)
+            continue
+        key = _gpu_key(capability.backend, gpu)
+        if key in seen:
+            yield _problem(f"GPU '{gpu}' stands here a second time (first as '{seen[key]}')", "remove one", where)
+        elif compute_capability not in capability.compute_capabilities:
+            yield _untargetable(gpu, compute_capability, capability, where)
+        seen[key] = gpu
+
+
+def _gpu_key(backend: str, gpu: str) -> str:
+    return gpu_model(gpu).name if backend == "tensorrt" else parse_compute_capability(gpu)
+
+
+def _earlier_gpus(spec_file: SpecFile, target_index: int) -> dict[str, str]:
+    """GPUs of the targets before this one that have the same backend and version."""
+    target = spec_file.spec.targets[target_index]
+    seen = {}
+    for earlier in spec_file.spec.targets[:target_index]:
+        if (earlier.backend, earlier.version) != (target.backend, target.version):
+            continue
+        for gpu in earlier.gpus:
+            with contextlib.suppress(CapabilityError):
+                seen[_gpu_key(earlier.backend, gpu)] = gpu
+    return seen
+
+
+def _untargetable(gpu: str, compute_capability: str, capability: Capability, where: Where) -> Problem:
+    named = gpu if capability.backend == "tensorrt_rtx" else f"{gpu} ({compute_capability})"
+    summary = f"{capability.name} cannot target {named} (it targets {', '.join(capability.compute_capabilities)})"
+    if capability.backend == "tensorrt_rtx":
+        return _problem(summary, "use backend: tensorrt on a machine with that GPU", where)
+    is_older = compute_capability_number(compute_capability) < compute_capability_number(
+        capability.compute_capabilities[0]
+    )
+    step = "build on an older TensorRT" if is_older else f"install tensorrt {newest_version('tensorrt')}"
+    return _problem(summary, f"{step}, or remove the GPU", where)
+
+
+def _model_precisions(graph: Graph) -> dict[str, str]:
+    """Precision other than FP32 that the model carries -> how it shows."""
+    found = {
+        _PRECISION_OF_TYPE[element_type]: element_type
+        for element_type in graph.element_types
+        if element_type in _PRECISION_OF_TYPE
+    }
+    if graph.has_qdq and ("int8" in graph.element_types or not found.keys() & {"fp8", "int4", "fp4"}):
+        found["int8"] = "QuantizeLinear or DequantizeLinear"
+    return found
+
+
+def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    precision = spec_file.spec.precision
+    where = spec_file.where("precision", "type")
+    carried = _model_precisions(graph)
+    if precision.quantization == "implicit":
+        reason = capability.implicit_quantization or "this release of trtforge does not calibrate"
+        yield _problem(
+            f"{capability.name} cannot build quantization: implicit: {reason}",
+            "remove 'quantization: implicit', and give a model with QuantizeLinear and DequantizeLinear",
+            spec_file.where("precision", "quantization"),
+        )
+    if precision.type == "fp32" and carried:
+        yield _problem(
+            f"precision type fp32, but the model carries {', '.join(carried.values())}",
+            "write precision: {type: as_model}",
+            where,
+        )
+    elif precision.type not in ("fp32", "as_model"):
+        lowest = capability.precisions[precision.type]
+        if lowest.startswith("sm"):
+            yield _problem(
+                f"precision type {precision.type}: this release of trtforge does not lower graphs",
+                "export the model in that type and write precision: {type: as_model}",
+                where,
+            )
+        else:
+            yield _problem(
+                f"{capability.name} cannot build {precision.type}: {lowest}", "write precision: {type: fp32}", where
+            )
+    for element_type in sorted(_NO_KERNELS_FOR & set(graph.element_types)):
+        yield _problem(
+            f"{capability.name} cannot compute with {element_type}, which the model carries",
+            "export the model with another type",
+            spec_file.where("model", "onnx"),
+        )
+
+
+def _gpu_precision_problems(
+    spec_file: SpecFile, target_index: int, graph: Graph, capability: Capability
+) -> Iterator[Problem]:
+    carried = _model_precisions(graph)
+    for precision, shown in carried.items():
+        lowest = capability.precisions[precision]
+        if not lowest.startswith("sm"):
+            yield _problem(
+                f"{capability.name} cannot build {precision}, and the model carries {shown}: {lowest}",
+                "export the model in float32",
+                spec_file.where("model", "onnx"),
+            )
+    for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
+        for precision, shown in carried.items():
+            if capability.precisions[precision].startswith("sm") and (
+                reason := capability.can_compute(precision, compute_capability)
+            ):
+                yield _problem(
+                    f"GPU '{gpu}' ({compute_capability}) lacks {precision}, and the model carries {shown}: {reason}",
+                    "remove the GPU from this spec, or give it a model without that type",
+                    where,
+                )
+        if (node := _fp32_product(graph, carried)) and compute_capability_number(
+            compute_capability
+        ) < compute_capability_number(capability.fp32_products_from):
+            yield _problem(
+                f"{capability.name} has no FP32 matrix products on {compute_capability}, and the model has '{node}'",
+                "remove that GPU, or export the model in float16 and write precision: {type: as_model}",
+                where,
+            )
+
+
+def _fp32_product(graph: Graph, carried: dict[str, str]) -> str | None:
+    """A node that multiplies matrices in FP32 for certain: the model has no lower type."""
+    if carried:
+        return None
+    return next((use.node_names[0] for use in graph.operators if use.op_type in _MATRIX_PRODUCTS), None)
+
+
+def _setting_problems(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
+    settings = spec_file.spec.builder
+    for field in dataclasses.fields(BuilderSettings):
+        value = getattr(settings, field.name)
+        if value == field.default:
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            reason = capability.settings.get(field.name) or capability.settings.get(f"{field.name}={item}")
+            if reason:
+                yield _problem(
+                    f"{capability.name} cannot honour {field.name}: {_as_yaml(item)}: {reason}",
+                    f"remove '{field.name}', or that value",
+                    spec_file.where("builder", field.name),
+                )
+    if settings.hardware_compatibility == "ampere_plus" and capability.backend == "tensorrt":
+        yield from _not_ampere(spec_file, target_index, capability)
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _not_ampere(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
+    """Source: TensorRT developer guide, "Hardware Compatibility": Ampere or later, and not on JetPack."""
+    for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
+        if compute_capability_number(compute_capability) < _AMPERE or compute_capability == _ORIN:
+            yield _problem(
+                f"hardware_compatibility: ampere_plus needs an Ampere or later GPU that is no Jetson, found"
+                f" '{gpu}' ({compute_capability})",
+                "remove the GPU, or write hardware_compatibility: none",
+                where,
+            )
+
+
+def _opset_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    opset = graph.opset
+    if not opset or capability.min_opset <= opset <= capability.max_opset:
+        return
+    wanted = min(max(opset, capability.min_opset), capability.max_opset)
+    yield _problem(
+        f"{capability.name} reads ONNX opsets {capability.min_opset} to {capability.max_opset}, the model has {opset}",
+        f"export the model with opset {wanted}, or convert it: onnx.version_converter.convert_version(model, {wanted})",
+        spec_file.where("model", "onnx"),
+    )
+
+
+def _dtype_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
+        for tensor in tensors:
+            if reason := _dtype_reason(tensor, capability):
+                yield _problem(
+                    f"{kind} '{tensor.name}' has type {tensor.dtype}, which {capability.name} cannot take: {reason}",
+                    f"change the type of '{tensor.name}' in the model and export it again",
+                    spec_file.where("model", "onnx"),
+                )
+
+
+def _dtype_reason(tensor: TensorSpec, capability: Capability) -> str:
+    return capability.io_dtypes.get(tensor.dtype, f"{BACKEND_NAMES[capability.backend]} has no such type")
+
+
+def _operator_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    where = spec_file.where("model", "onnx")
+    for use in graph.operators:
+        if reason := _operator_reason(use, capability):
+            yield _problem(
+                f"{capability.name} has no {_full_name(use)}: {_nodes(use)}", _operator_step(use), where, (reason,)
+            )
+
+
+def _operator_reason(use: OperatorUse, capability: Capability) -> str:
+    if use.op_type in capability.own_operators:
+        return ""
+    if use.domain:
+        is_local_function = use.since_version and not use.domain.startswith("ai.onnx")
+        return capability.local_functions if is_local_function else capability.custom_operators
+    if late := capability.late_operators.get((use.op_type, use.since_version)):
+        return late
+    if use.op_type in capability.unsupported_operators:
+        return "its ONNX parser does not read this operator"
+    return "" if use.since_version else f"it is no operator of the ONNX standard; {capability.custom_operators}"
+
+
+def _full_name(use: OperatorUse) -> str:
+    version = f" of opset {use.since_version}" if use.since_version and not use.domain else ""
+    domain = f" of domain {use.domain}" if use.domain else ""
+    return f"operator {use.op_type}{domain}{version}"
+
+
+def _nodes(use: OperatorUse) -> str:
+    prefix = f"{use.scope}/" if use.scope else ""
+    shown = ", ".join(f"'{prefix}{name}'" for name in use.node_names[:_SHOWN_NODES])
+    count = len(use.node_names)
+    if count == 1:
+        return f"node {shown}"
+    more = f" and {count - _SHOWN_NODES} more" if count > _SHOWN_NODES else ""
+    return f"{count} nodes, {shown}{more}"
+
+
+def _operator_step(use: OperatorUse) -> str:
+    if use.domain.startswith("com.microsoft"):
+        return "export without onnxruntime's optimiser: it or its contrib operators wrote this domain"
+    if use.domain == "ai.onnx.ml":
+        return "keep the classical machine-learning part out of the model and run it with onnxruntime"
+    if use.op_type in ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"):
+        return "quantize again in the Q/DQ format (QuantizeLinear and DequantizeLinear around float operators)"
+    return "export the model with standard ONNX operators in its place, or run this part outside the engine"
+
+
+def _clamped_constants(where: Where, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    if capability.narrowed_dtypes.get("int64") != "int32" or not graph.wide_int_constants:
+        return
+    names = ", ".join(f"'{name}'" for name in graph.wide_int_constants[:_SHOWN_NODES])
+    yield _problem(
+        f"{capability.name} clamps int64 to int32: {len(graph.wide_int_constants)} constants do not fit ({names})",
+        "build with tensorrt 10.0 or later, which has int64, or keep the values below 2147483648",
+        where,
+    )
+
+
+def _narrowed_tensors(where: Where, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    for tensor in (*graph.inputs, *graph.outputs):
+        becomes = capability.narrowed_dtypes.get(tensor.dtype)
+        if becomes and not _dtype_reason(tensor, capability):
+            yield _problem(
+                f"'{tensor.name}' is {tensor.dtype} in the model and will be {becomes} in a {capability.name} engine",
+                f"feed and read {becomes} at run time",
+                where,
+            )
+    is_tensor = {tensor.dtype for tensor in (*graph.inputs, *graph.outputs)}
+    if "float64" in graph.element_types and "float64" not in is_tensor:
+        yield _problem(
+            f"{capability.name} computes the model's float64 parts in float32",
+            "export the model in float32",
+            where,
+        )
+
+
+def _undocumented_opset(where: Where, graph: Graph, capability: Capability) -> Iterator[Problem]:
+    if capability.documented_max_opset < graph.opset <= capability.max_opset:
+        yield _problem(
+            f"opset {graph.opset} is above {capability.documented_max_opset}, the last that is documented for"
+            f" {capability.name}; an operator may be read by its older definition",
+            f"export the model with opset {capability.documented_max_opset}",
+            where,
+        )
+
+
+def _off_label_gpus(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
+    """Source: TensorRT-RTX support matrix 1.5: GeForce and RTX GPUs; sm80 is accepted by the builder, not listed."""
+    if capability.backend != "tensorrt_rtx":
+        return
+    for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
+        if compute_capability == "sm80":
+            yield _problem(
+                f"'{gpu}' is not among the GPUs that TensorRT-RTX supports (A100 and A30), though its builder takes it",
+                "use backend: tensorrt on a machine with that GPU",
+                where,
+            )

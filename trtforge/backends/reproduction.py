@@ -1,0 +1,45 @@
+"""What a failed build leaves for a bug report: the builder's log, and a script that fails the same way without trtforge."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from trtforge.backends.worker_process import WORKER, Transcript
+
+FOLDER: Final = "failure"
+"""Name of the folder, in the work folder of the build."""
+
+_SCRIPT: Final = """#!/bin/sh
+# Builds again what trtforge could not build. Prints JSON lines; the last one is the answer.
+# Needs only {module} {version} in the Python that PYTHON names.
+cd "$(dirname "$0")" && rm -f reproduced.engine
+exec "${{PYTHON:-{python}}}" worker.py 1 < request.json
+"""
+
+
+def leave_reproduction(work_dir: Path, request: Mapping[str, Any], said: Transcript) -> None:
+    """Writes `builder.log`, `request.json`, `worker.py` and `reproduce.sh` into a folder of `work_dir`.
+
+    Raises:
+        OSError: no space or no permission.
+    """
+    folder = work_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    lines = [f"{message.severity}: {message.text}" for message in said.messages]
+    printed = said.printed.decode(errors="replace").splitlines()
+    (folder / "builder.log").write_text("\n".join([*lines, *printed, f"ended at: {said.phase}", ""]), encoding="utf-8")
+    again = {**request, "engine_path": "reproduced.engine", "started": 0.0}
+    (folder / "request.json").write_text(json.dumps(again, indent=1), encoding="utf-8")
+    shutil.copyfile(WORKER, folder / "worker.py")
+    script = folder / "reproduce.sh"
+    python = shlex.quote(sys.executable)
+    script.write_text(
+        _SCRIPT.format(module=request["module"], version=request["version"], python=python), encoding="utf-8"
+    )
+    script.chmod(0o755)

@@ -1,0 +1,417 @@
+"""The child side of a build: loads one TensorRT module, builds one engine, and tells its parent in JSON lines.
+
+It is run as a file by a fresh interpreter and uses nothing of trtforge, so that the interpreter may be another
+environment's. Standard input is the request, one JSON object; the file descriptor in the first argument takes the lines.
+What the native libraries print themselves goes elsewhere and cannot mix with them.
+
+Lines: `message` (severity, text), `phase` and `step` (text, fraction), and as the last one `built`, `no_engine` (the
+builder refused; its reasons are in `lines`) or `problems` (something asked for cannot be done).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+Send = Callable[[Json], None]
+
+_LONGEST_TEXT = 8000
+_SECONDS_BETWEEN_STEPS = 0.1
+_RECENT_LINES = 10
+
+_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "FP8": "float8e4m3fn",
+    "INT4": "int4",
+    "FP4": "float4e2m1",
+    "E8M0": "float8e8m0",
+}
+"""TensorRT's DataType -> the name that `TensorSpec` uses."""
+
+
+class Refused(Exception):  # noqa: N818 - it carries an answer, and is caught in one place
+    """Ends the build; `answer` becomes the last line."""
+
+    def __init__(self, answer: Json) -> None:
+        super().__init__(answer["kind"])
+        self.answer = answer
+
+
+def problem(error: str, summary: str, next_step: str, *detail: str) -> Json:
+    """One problem for the parent to raise as the class `error` of `trtforge.errors`."""
+    return {"error": error, "summary": summary, "next_step": next_step, "detail": detail}
+
+
+def refuse_if_any(problems: list[Json]) -> None:
+    """Ends the build if there is a problem.
+
+    Raises:
+        Refused: with all of them.
+    """
+    if problems:
+        raise Refused({"kind": "problems", "problems": problems})
+
+
+def main(events_fd: int) -> None:
+    """Does what the request on standard input says and ends the process."""
+    send = _sender(events_fd)
+    threading.Thread(target=_die_with_parent, args=(events_fd,), daemon=True).start()
+    request = json.load(sys.stdin)
+    try:
+        answer = build(request, send)
+    except Refused as refused:
+        answer = refused.answer
+    except Exception:  # noqa: BLE001 - whatever it was has to reach the parent
+        tail = traceback.format_exc().splitlines()
+        step = "report this to the makers of trtforge with the lines above"
+        answer = {"kind": "problems", "problems": [problem("TrtForgeError", tail[-1], step, *tail)]}
+    send(answer)
+    # The library's own clean-up can crash or take seconds, and nothing of it is needed.
+    os._exit(0)
+
+
+def build(request: Json, send: Send) -> Json:
+    """Builds the engine that `request` describes.
+
+    Raises:
+        Refused: the builder gave no engine, or something asked for cannot be done.
+    """
+    trt = _load(request)
+    # TensorRT keeps plain pointers to its logger and monitor: these names keep the objects alive.
+    logger = _logger(trt, send)
+    builder = trt.Builder(logger)
+    # The monotonic clock is the same in every process of a machine.
+    seconds = {"start": time.monotonic() - request["started"]}
+    with _timed(seconds, "parse"):
+        network = builder.create_network(_network_flags(trt, request))
+        parser = trt.OnnxParser(network, logger)
+        _parse(parser, request)
+        refuse_if_any(_network_problems(network, request))
+    with _timed(seconds, "build"):
+        config = builder.create_builder_config()
+        monitor = _monitor(trt, send)
+        config.progress_monitor = monitor
+        refuse_if_any(_configure(trt, config, request))
+        _add_profiles(builder, config, request)
+        engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise Refused({"kind": "no_engine", "stage": "build", "lines": [], "recent": list(logger.recent)})
+    with _timed(seconds, "write"):
+        view = memoryview(engine)
+        digest = hashlib.sha256(view).hexdigest()
+        write_engine(Path(request["engine_path"]), view)
+    return {
+        "kind": "built",
+        "digest": digest,
+        "size_bytes": view.nbytes,
+        "seconds": seconds,
+        "inputs": [_tensor(network.get_input(i)) for i in range(network.num_inputs)],
+        "outputs": [_tensor(network.get_output(i)) for i in range(network.num_outputs)],
+        "peak_memory_bytes": _peak_memory_bytes(),
+    }
+
+
+def write_engine(path: Path, data: memoryview) -> None:
+    """Writes a new file and forces it to the disk.
+
+    Raises:
+        Refused: the file could not be written whole; what was written is removed.
+    """
+    try:
+        with path.open("xb", buffering=0) as file:
+            rest = data.cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        summary = f"{path}: the engine of {data.nbytes} bytes could not be written: {error.strerror}"
+        step = f"make room for {data.nbytes} bytes in {path.parent}, or lift its size limit"
+        refuse_if_any([problem("StoreError", summary, step)])
+
+
+def _sender(fd: int) -> Send:
+    lock = threading.Lock()
+
+    def send(line: Json) -> None:
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        with lock:
+            while data:
+                data = data[os.write(fd, data) :]
+
+    return send
+
+
+def _die_with_parent(events_fd: int) -> None:
+    """Ends the process as soon as nobody reads its lines any more, even when the parent was killed."""
+    poll = select.poll()
+    poll.register(events_fd, 0)
+    poll.poll()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[part] = time.monotonic() - started
+
+
+def _load(request: Json) -> Any:
+    name, version = request["module"], request["version"]
+    try:
+        trt = importlib.import_module(name)
+    except ImportError as error:
+        summary = f"{name} {version} cannot be loaded in {sys.executable}: {error}"
+        raise Refused(
+            {"kind": "problems", "problems": [problem("CapabilityError", summary, request["install"])]}
+        ) from error
+    if trt.__version__ != version:
+        summary = f"{name} {trt.__version__} was loaded, the build was planned for {version}"
+        refuse_if_any([problem("CapabilityError", summary, f"install {name} {version}, or plan the build again")])
+    return trt
+
+
+def _logger(trt: Any, send: Send) -> Any:
+    warning = int(trt.ILogger.Severity.WARNING)
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.recent: deque[str] = deque(maxlen=_RECENT_LINES)
+
+        def log(self, severity: Any, text: str) -> None:
+            if int(severity) <= warning:
+                send({"kind": "message", "severity": severity.name.lower(), "text": text[:_LONGEST_TEXT]})
+            else:
+                self.recent.append(text[:_LONGEST_TEXT])
+
+    return Logger()
+
+
+def _monitor(trt: Any, send: Send) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._lock = threading.Lock()
+            self._phases: dict[str, list[int]] = {}
+            self._fraction = 0.0
+            self._last_sent = 0.0
+
+        def _advance(self) -> float:
+            """Phases nest: each open one is worth one step of the phase around it."""
+            begin, width = 0.0, 1.0
+            for num_steps, done in self._phases.values():
+                width /= max(num_steps, 1)
+                begin += width * min(done, num_steps)
+            self._fraction = max(self._fraction, min(begin, 1.0))
+            return self._fraction
+
+        def phase_start(self, name: str, parent: str | None, num_steps: int) -> None:  # noqa: ARG002 - TensorRT's names
+            with self._lock:
+                self._phases[name] = [num_steps, 0]
+                send({"kind": "phase", "text": name, "fraction": self._advance()})
+
+        def step_complete(self, name: str, step: int) -> bool:
+            with self._lock:
+                if name in self._phases:
+                    self._phases[name][1] = step + 1
+                fraction, now = self._advance(), time.monotonic()
+                if now - self._last_sent >= _SECONDS_BETWEEN_STEPS:
+                    self._last_sent = now
+                    send({"kind": "step", "text": name, "fraction": fraction})
+            return True
+
+        def phase_finish(self, name: str) -> None:
+            with self._lock:
+                self._phases.pop(name, None)
+
+    return Monitor()
+
+
+def _network_flags(trt: Any, request: Json) -> int:
+    flags: int = sum(1 << int(getattr(trt.NetworkDefinitionCreationFlag, name)) for name in request["network_flags"])
+    return flags
+
+
+def _parse(parser: Any, request: Json) -> None:
+    data = Path(request["model_path"]).read_bytes()
+    # The path is not opened: its folder is the one that external data locations are relative to.
+    parsed = parser.parse(data, request["parse_path"])
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    if errors or not parsed:
+        raise Refused({"kind": "no_engine", "stage": "parse", "lines": [_parser_line(error) for error in errors]})
+
+
+def _parser_line(error: Any) -> str:
+    node = error.node_name() or f"number {error.node()}"
+    operator = error.node_operator() or "the graph"
+    stack = "".join(f", in function {name}" for name in error.local_function_stack())
+    return f"{error.code().name} in {operator} '{node}'{stack}: {error.desc()}"[:_LONGEST_TEXT]
+
+
+def _tensor(tensor: Any) -> Json:
+    shape = [size if size >= 0 else tensor.get_dimension_name(axis) or None for axis, size in enumerate(tensor.shape)]
+    return {"name": tensor.name, "dtype": _DTYPES.get(tensor.dtype.name, tensor.dtype.name), "shape": shape}
+
+
+def _network_problems(network: Any, request: Json) -> list[Json]:
+    """Where the parsed network is not the graph that was checked before: the parser changes types without a word."""
+    inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
+    outputs = {network.get_output(i).name: network.get_output(i) for i in range(network.num_outputs)}
+    problems = []
+    for kind, expected, found in (("input", request["inputs"], inputs), ("output", request["outputs"], outputs)):
+        names = [spec["name"] for spec in expected]
+        if set(names) != set(found):
+            summary = f"the parsed network has the {kind}s {', '.join(found) or 'none'}, the model {', '.join(names)}"
+            problems.append(problem("GraphError", summary, "export the model again; its file is damaged"))
+        for spec in expected:
+            if spec["name"] in found:
+                problems += _dtype_problems(kind, spec, _tensor(found[spec["name"]]), request)
+    problems += _tie_problems(inputs, request)
+    for name, tensor in inputs.items():
+        problems += _profile_problems(name, tensor, request)
+    for profile in request["profiles"]:
+        # The builder takes ranges for inputs that do not exist without a word.
+        for name in {**profile["shapes"], **profile["values"]}.keys() - inputs.keys():
+            summary = f"profile '{profile['name']}' names '{name}', the network has {', '.join(inputs)}"
+            problems.append(problem("BuildError", summary, f"remove '{name}' from the profile"))
+    return problems
+
+
+def _dtype_problems(kind: str, spec: Json, parsed: Json, request: Json) -> list[Json]:
+    if parsed["dtype"] == spec["dtype"]:
+        return []
+    summary = (
+        f"{request['module']} {request['version']} makes {kind} '{spec['name']}' {parsed['dtype']}, "
+        f"the model says {spec['dtype']}"
+    )
+    return [problem("CapabilityError", summary, f"cast '{spec['name']}' to {parsed['dtype']} in the model")]
+
+
+def _tie_problems(inputs: Mapping[str, Any], request: Json) -> list[Json]:
+    """TensorRT takes dimensions of one name to be equal; names that mean nothing would forbid sizes in silence."""
+    meant = {spec["name"]: spec["shape"] for spec in request["inputs"]}
+    places: dict[str, list[tuple[str, int]]] = {}
+    for name, tensor in inputs.items():
+        for axis, dim in enumerate(_tensor(tensor)["shape"]):
+            if isinstance(dim, str):
+                places.setdefault(dim, []).append((name, axis))
+    problems = []
+    for dim, where in places.items():
+        if len(where) > 1 and any(meant.get(name, [])[axis : axis + 1] != [dim] for name, axis in where):
+            axes = ", ".join(f"'{name}' axis {axis}" for name, axis in where)
+            summary = f"the model names {axes} all '{dim}', so TensorRT takes their sizes to be equal"
+            step = f"give each of these dimensions a name of its own, or none, in place of '{dim}'"
+            problems.append(problem("GraphError", summary, step))
+    return problems
+
+
+def _profile_problems(name: str, tensor: Any, request: Json) -> list[Json]:
+    role = {spec["name"]: spec["role"] for spec in request["inputs"]}.get(name, "")
+    problems = []
+    for profile in request["profiles"]:
+        if -1 in tensor.shape and name not in profile["shapes"]:
+            summary = f"profile '{profile['name']}' has no shapes for the dynamic input '{name}'"
+            problems.append(problem("BuildError", summary, f"add '{name}' with min, opt and max"))
+        if tensor.is_shape_tensor and name not in profile["values"]:
+            summary = (
+                f"profile '{profile['name']}' has no values for '{name}', whose values decide another tensor's shape"
+            )
+            step = f"add values: {{min: [...], opt: [...], max: [...]}} for '{name}'"
+            problems.append(problem("BuildError", summary, step, f"the graph check took it for: {role}"))
+        if not tensor.is_shape_tensor and name in profile["values"] and role != "shape_values":
+            summary = f"profile '{profile['name']}' has values for '{name}', which decides no tensor's shape"
+            problems.append(problem("BuildError", summary, f"remove values: of '{name}'"))
+    return problems
+
+
+def _configure(trt: Any, config: Any, request: Json) -> list[Json]:
+    """Applies every setting and reads it back, since most setters of this library take anything without a word."""
+    problems = []
+
+    def check(what: str, applied: bool) -> None:  # noqa: FBT001
+        if not applied:
+            summary = f"{request['module']} {request['version']} did not take {what}"
+            problems.append(problem("CapabilityError", summary, "leave it out, or use another version"))
+
+    for name, on in request["flags"].items():
+        flag = getattr(trt.BuilderFlag, name)
+        (config.set_flag if on else config.clear_flag)(flag)
+        check(f"{name} = {on}", config.get_flag(flag) == on)
+    for name, value in request["numbers"].items():
+        setattr(config, name, value)
+        check(f"{name} = {value}", getattr(config, name) == value)
+    for name, value in request["memory_pools"].items():
+        pool = getattr(trt.MemoryPoolType, name)
+        config.set_memory_pool_limit(pool, value)
+        check(f"{name} limit = {value} bytes", config.get_memory_pool_limit(pool) == value)
+    verbosity = getattr(trt.ProfilingVerbosity, request["profiling_verbosity"])
+    config.profiling_verbosity = verbosity
+    check(f"profiling verbosity {verbosity.name}", config.profiling_verbosity == verbosity)
+    if request["tactic_sources"] is not None:
+        sources = sum(1 << int(getattr(trt.TacticSource, name)) for name in request["tactic_sources"])
+        check(f"tactic sources {request['tactic_sources']}", config.set_tactic_sources(sources))
+        check(f"tactic sources {request['tactic_sources']}", config.get_tactic_sources() == sources)
+    problems += _set_compute_capability(trt, config, request)
+    return problems
+
+
+def _set_compute_capability(trt: Any, config: Any, request: Json) -> list[Json]:
+    """Without a slot for it the setter returns False and the builder builds for a default set of GPUs, silently."""
+    known = [name for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+    asked = request["compute_capability"]
+    if asked in known:
+        wanted = getattr(trt.ComputeCapability, asked)
+        config.num_compute_capabilities = 1
+        if config.set_compute_capability(wanted, 0) and config.get_compute_capability(0) == wanted:
+            return []
+        summary = f"{request['module']} {request['version']} did not take {asked.lower()} as its target"
+    else:
+        targets = ", ".join(name.lower() for name in known)
+        summary = f"{request['module']} {request['version']} cannot target {asked.lower()} (it targets {targets})"
+    return [problem("CapabilityError", summary, "use backend: tensorrt on a machine with that GPU")]
+
+
+def _add_profiles(builder: Any, config: Any, request: Json) -> None:
+    for number, profile in enumerate(request["profiles"]):
+        profile_of_trt = builder.create_optimization_profile()
+        for name, (low, opt, high) in profile["shapes"].items():
+            profile_of_trt.set_shape(name, low, opt, high)
+        for name, (low, opt, high) in profile["values"].items():
+            profile_of_trt.set_shape_input(name, low, opt, high)
+        if config.add_optimization_profile(profile_of_trt) != number:
+            raise Refused({"kind": "no_engine", "stage": f"profile '{profile['name']}'", "lines": []})
+
+
+def _peak_memory_bytes() -> int:
+    """Of this process alone: getrusage would count the parent, whose memory was shared until exec."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
