@@ -1,0 +1,482 @@
+"""The manifest: what was built, from what, on what, and what is missing. The JSON Schema in `configs/` is generated here.
+
+A manifest that was read is well-formed and names no file outside its folder. That its files are what it says is for
+`trtforge.release.verify` to find out.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import stat
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from trtforge.errors import IntegrityError, Problem, StoreError, Where, raise_any
+
+SCHEMA_VERSION = 1
+MAX_MANIFEST_BYTES = 16 << 20
+"""A manifest with hundreds of engines is below 1 MiB; anything near this is not one."""
+MANIFEST_NAME = "manifest.json"
+_MAX_LISTED_PROBLEMS = 50
+_NAME_A_MANIFEST = f"name the {MANIFEST_NAME} in an output folder"
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_COPY_AGAIN = "copy the whole folder again from where it was built, or run: trtforge build SPEC"
+_STRICT = with_config(
+    ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True),
+)
+
+
+def _bundle_path(value: str) -> str:
+    parts = value.split("/")
+    if any(part in {"", ".", ".."} for part in parts) or any(c in "\\:" or not c.isprintable() for c in value):
+        raise ValueError(
+            f"found {value!r}, expected a path inside the manifest's folder, without '..', '\\', ':', leading '/' "
+            "or control characters"
+        )
+    return value
+
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""Lower-case hex SHA-256."""
+BundlePath = Annotated[str, AfterValidator(_bundle_path)]
+"""Relative path with '/' that stays inside the manifest's folder."""
+EnumName = Annotated[str, Field(pattern="^[A-Z][A-Z0-9_]*$")]
+"""A TensorRT enum member by name. Its integers changed between TensorRT 10 and 11."""
+Capability = Annotated[str, Field(pattern="^sm[0-9]{2,3}$")]
+UtcTime = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+ManifestShape = tuple[Count, ...]
+BackendVersion = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){1,3}")]
+BackendName = Literal["tensorrt", "tensorrt_rtx"]
+SettingValue = bool | int | str | tuple[str, ...] | None
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecRecord:
+    """The build spec."""
+
+    file: str
+    """Its file name, without folder."""
+    digest: Digest
+    """Of its values, as `SpecFile.digest`."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalFileRecord:
+    """A file that held weights of the model."""
+
+    location: str
+    """As the model names it. Never opened by whoever reads a manifest."""
+    size_bytes: Count
+    digest: Digest
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """The model that the engines were made from."""
+
+    file: str
+    """Its file name, without folder."""
+    digest: Digest
+    """Of the source's bytes and its external files, as `Graph.digest`."""
+    size_bytes: Count
+    """Of the model file alone."""
+    opset: Count
+    producer: str
+    external_files: tuple[ExternalFileRecord, ...] = ()
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """One stage of the build that wrote this manifest."""
+
+    name: str
+    key: Digest
+    """Of everything that decides the stage's result."""
+    seconds: Seconds
+    """Wall time; 0 where the stored result was used."""
+    notes: tuple[str, ...] = ()
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGpu:
+    """A GPU of the machine that built."""
+
+    device_name: str
+    compute_capability: Capability
+    num_sms: Count
+    memory_bytes: Count
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRecord:
+    """The machine that built."""
+
+    python: str
+    platform: str
+    packages: dict[str, str]
+    """Package name -> full version."""
+    driver: str | None
+    cuda: str | None
+    gpus: tuple[HostGpu, ...]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltOn:
+    """The GPU that an engine was timed and built on."""
+
+    device_name: str
+    num_sms: Count
+    memory_bytes: Count
+    driver: str
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRecord:
+    """min, opt and max shape of a tensor, or values of a shape-value input."""
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecord:
+    """One optimization profile, at its index in the engine."""
+
+    name: str
+    shapes: dict[str, RangeRecord]
+    """Input name -> shapes, for every input."""
+    values: dict[str, RangeRecord]
+    """Shape-value input name -> values."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One input or output of an engine."""
+
+    name: str
+    dtype: str
+    """As the engine has it, after the parser's own narrowing."""
+    shape: tuple[Count | str | None, ...]
+    """Sizes, symbols, or null for an unnamed dynamic dimension."""
+    ranges: dict[str, RangeRecord]
+    """Profile name -> shapes. Empty for a data-dependent output."""
+    data_dependent: bool
+    """Whether the shape depends on the values of the inputs."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """One engine."""
+
+    identifier: str
+    file: BundlePath
+    size_bytes: Count
+    digest: Digest
+    backend: BackendName
+    backend_version: BackendVersion
+    """Full version of the builder, such as 10.9.0.34."""
+    network_flags: tuple[EnumName, ...]
+    builder_flags: tuple[EnumName, ...]
+    settings: dict[str, SettingValue]
+    """Builder settings by name, defaults included."""
+    tf32: bool
+    precision: str
+    target_gpu: str
+    """As in the spec: a compute capability for tensorrt_rtx, a GPU model for tensorrt."""
+    compute_capability: Capability
+    built_on: BuiltOn | None
+    """Null for tensorrt_rtx, which builds without a GPU."""
+    host: Digest
+    """Key in `hosts` of the machine that built it."""
+    timing_cache_digest: Digest | None
+    graph_digest: Digest
+    unit_digest: Digest
+    """Of everything that decides the engine; engines themselves are not bit-reproducible."""
+    profiles: tuple[ProfileRecord, ...]
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[TensorRecord, ...]
+    seconds: dict[str, Seconds]
+    """Wall seconds of the build by part: start, parse, build, write."""
+    warnings: tuple[str, ...]
+    """The builder's warnings, in order."""
+    peak_memory_bytes: Count | None
+    """Largest resident size of the builder's process."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCheck:
+    """One run of the model by the reference at one point of one profile."""
+
+    profile: str
+    point: Literal["min", "opt", "max"]
+    input_shapes: dict[str, ManifestShape]
+    output_shapes: dict[str, ManifestShape]
+    finite: bool
+    """Whether every output value was finite."""
+    reference_provider: str
+    reference_version: str
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotRun:
+    """A check that did not happen."""
+
+    status: Literal["not_run"] = "not_run"
+    reason: str
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingTarget:
+    """A target without an engine."""
+
+    identifier: str
+    gpu: str
+    backend: BackendName
+    verdict: Literal["skipped", "failed"]
+    reason: str
+    next_step: str
+    exit_code: Annotated[int, Field(ge=0, le=255)]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything a release of engines can be judged by. Digests never depend on `created` or on any duration."""
+
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+    trtforge_version: str
+    created: UtcTime
+    """When the newest build ended, in UTC."""
+    name: str
+    spec: SpecRecord
+    model: ModelRecord
+    calibration_digest: Digest | None
+    stages: tuple[StageRecord, ...]
+    """Of the newest build, in order."""
+    hosts: dict[Digest, HostRecord]
+    """The machines that built the artifacts, by the digest of their record."""
+    artifacts: tuple[Artifact, ...]
+    profile_checks: tuple[ProfileCheck, ...]
+    parity: NotRun
+    performance: NotRun
+    missing: tuple[MissingTarget, ...]
+
+
+def _consistent(manifest: Manifest) -> Manifest:
+    files = Counter(artifact.file for artifact in manifest.artifacts)
+    identifiers = Counter(artifact.identifier for artifact in manifest.artifacts)
+    hosts = {artifact.host for artifact in manifest.artifacts} - set(manifest.hosts)
+    problems = [
+        *(
+            f"artifacts: {count} entries for the file {file!r}, expected one"
+            for file, count in files.items()
+            if count > 1
+        ),
+        *(
+            f"artifacts: {count} entries called {name!r}, expected one"
+            for name, count in identifiers.items()
+            if count > 1
+        ),
+        *(f"hosts: no entry {host!r}, which an artifact names" for host in sorted(hosts)),
+    ]
+    if problems:
+        raise ValueError("; ".join(problems[:_MAX_LISTED_PROBLEMS]))
+    return manifest
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Annotated[Manifest, AfterValidator(_consistent)])
+
+
+def manifest_json(manifest: Manifest) -> str:
+    """`manifest` as JSON text that `read_manifest` accepts and that is the same for equal manifests.
+
+    Keys stand in the order of the classes above; names given by people, flags, artifacts and missing targets are
+    sorted, as their order has no meaning.
+
+    Raises:
+        ValidationError: a value is not what its class says, which is a bug of the caller.
+    """
+    artifacts = tuple(
+        replace(
+            artifact,
+            network_flags=tuple(sorted(artifact.network_flags)),
+            builder_flags=tuple(sorted(artifact.builder_flags)),
+        )
+        for artifact in sorted(manifest.artifacts, key=lambda artifact: artifact.identifier)
+    )
+    missing = tuple(sorted(manifest.missing, key=lambda target: target.identifier))
+    plain = _plain(replace(manifest, artifacts=artifacts, missing=missing))
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    _ADAPTER.validate_json(text)
+    return text
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path`, whoever wrote it.
+
+    Raises:
+        StoreError: there is no readable regular file at `path`.
+        IntegrityError, SeveralErrors: it is not a manifest of this schema version; each problem with its place.
+    """
+    text = _read_text(path)
+    data = _parse_json(text, path)
+    _check_schema_version(data, path)
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        raise_any(_problems_of(error, path))
+        raise
+
+
+def manifest_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a manifest."""
+    schema = _ADAPTER.json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "trtforge manifest"}
+
+
+def merge(previous: Manifest, new: Manifest, units_still_planned: Collection[str]) -> Manifest:
+    """`new`, with those engines of `previous` that it did not build again and whose unit is still planned.
+
+    So a build on one GPU keeps the engines of another, entry by entry as they were, and drops what the spec no longer
+    asks for. A target is missing only if neither has its engine.
+
+    Args:
+        previous: the manifest in the output folder.
+        new: what this run built.
+        units_still_planned: unit digests of every unit that the spec asks for today.
+    """
+    taken = {artifact.file for artifact in new.artifacts} | {artifact.unit_digest for artifact in new.artifacts}
+    kept = tuple(
+        artifact
+        for artifact in previous.artifacts
+        if artifact.unit_digest in units_still_planned
+        and artifact.unit_digest not in taken
+        and artifact.file not in taken
+    )
+    artifacts = new.artifacts + kept
+    built = {artifact.identifier for artifact in artifacts}
+    used_hosts = {artifact.host for artifact in artifacts}
+    hosts = {key: host for key, host in {**previous.hosts, **new.hosts}.items() if key in used_hosts | set(new.hosts)}
+    missing = tuple(target for target in new.missing if target.identifier not in built)
+    return replace(new, artifacts=artifacts, hosts=hosts, missing=missing)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise StoreError(f"{path} is a folder, expected a manifest", next_step=f"name {path / MANIFEST_NAME}")
+        if not stat.S_ISREG(mode):
+            raise StoreError(f"{path} is no regular file, expected a manifest", next_step=_NAME_A_MANIFEST)
+        with path.open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}", next_step=_NAME_A_MANIFEST) from error
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise IntegrityError(
+            f"{path} is larger than {MAX_MANIFEST_BYTES >> 20} MiB, so it is not a manifest", next_step=_COPY_AGAIN
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise IntegrityError(
+            f"{path} is not UTF-8 text (byte {error.start})", where=Where(path), next_step=_COPY_AGAIN
+        ) from error
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = Where(path, error.lineno, error.colno)
+        raise IntegrityError(f"not JSON: {error.msg}", where=where, next_step=_COPY_AGAIN) from error
+    except (ValueError, RecursionError) as error:
+        reason = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise IntegrityError(f"not a manifest: {reason}", where=Where(path), next_step=_COPY_AGAIN) from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {repeated!r} occurs twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_schema_version(data: Any, path: Path) -> None:
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise IntegrityError(
+            "no manifest of trtforge: it has no 'schema_version'", where=Where(path), next_step=_COPY_AGAIN
+        )
+    found = data["schema_version"]
+    if type(found) is not int or found != SCHEMA_VERSION:
+        raise IntegrityError(
+            f"found schema_version {found!r}, this trtforge reads {SCHEMA_VERSION}",
+            where=Where(path),
+            next_step="pip install --upgrade trtforge",
+        )
+
+
+def _problems_of(error: ValidationError, path: Path) -> Iterator[Problem]:
+    details = error.errors(include_url=False)
+    for detail in details[:_MAX_LISTED_PROBLEMS]:
+        summary = f"{_dotted(detail['loc'])}: {_reason(detail)}"
+        yield Problem(summary, _COPY_AGAIN, Where(path), exit_code=IntegrityError.exit_code)
+    if len(details) > _MAX_LISTED_PROBLEMS:
+        summary = f"and {len(details) - _MAX_LISTED_PROBLEMS} more problems"
+        yield Problem(summary, _COPY_AGAIN, Where(path), exit_code=IntegrityError.exit_code)
+
+
+def _dotted(keys: tuple[int | str, ...]) -> str:
+    """`("artifacts", 0, "digest")` as `artifacts[0].digest`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".") or "the manifest"
+
+
+def _reason(detail: Any) -> str:
+    match detail["type"]:
+        case "missing":
+            return "not there, expected a value"
+        case "unexpected_keyword_argument":
+            return "unknown key"
+        case "value_error":
+            return str(detail["ctx"]["error"])
+    return f"found {_SHORT.repr(detail['input'])}: {detail['msg'].lower()}"
