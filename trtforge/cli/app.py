@@ -1,0 +1,71 @@
+"""The `trtforge` program: verbs, errors, exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import trtforge
+from trtforge.cli import build, doctor, init, plan, verify
+from trtforge.cli.console import fail
+from trtforge.errors import CommandLineError, TrtForgeError
+
+# Click's own class, from whichever Click this typer carries
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="trtforge",
+    help="From one YAML build spec to released TensorRT engines, checked at every step.",
+    epilog="Exit codes: 2 spec, 3 model, 6 capability, 7 build, 8 file system, 10 integrity, 11 some targets missing,"
+    " 64 usage, 70 a bug. --traceback, anywhere, adds Python's traceback to an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
+    if wanted:
+        typer.echo(f"trtforge {trtforge.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+_VERBS = {verb.__name__: verb for verb in (init.init, plan.plan, build.build, verify.verify, doctor.doctor)}
+for _verb in _VERBS.values():
+    app.command()(_verb)
+
+
+def _usage_problem(error: Exception, arguments: list[str]) -> TrtForgeError:
+    verb = next((word for word in arguments if word in _VERBS), "")
+    return CommandLineError(error.format_message(), next_step=f"trtforge {verb} --help".replace("  ", " "))  # type: ignore[attr-defined]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the program and exits with its code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    traceback = "--traceback" in arguments
+    as_json = "--json" in arguments
+    try:
+        code = app([word for word in arguments if word != "--traceback"], standalone_mode=False)
+    except UsageError as error:
+        code = fail(_usage_problem(error, arguments), as_json=as_json, traceback=traceback)
+    except TrtForgeError as error:
+        code = fail(error, as_json=as_json, traceback=traceback)
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted", err=True)
+        code = 130
+    except Exception as error:  # noqa: BLE001 - the last resort: a bug is named as one
+        code = fail(error, as_json=as_json, traceback=traceback)
+    sys.exit(code or 0)

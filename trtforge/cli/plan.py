@@ -1,0 +1,127 @@
+"""`trtforge plan`: what a build would do here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle, StoreOption
+
+if TYPE_CHECKING:
+    from trtforge.pipeline import Plan
+    from trtforge.types import Shape
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(help="The build spec.", show_default=False)],
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of each stage whether it is cached, or what changed.")
+    ] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+    progress_style: ProgressOption = ProgressStyle.auto,
+) -> None:
+    """Show what would be built here, every default spelled out. Runs no builder."""
+    from trtforge import pipeline  # noqa: PLC0415
+    from trtforge.cli.console import print_json, progress  # noqa: PLC0415
+
+    with progress(progress_style, as_json=as_json) as report, pipeline.open_run(spec, store, report) as run:
+        made = pipeline.make_plan(spec, run)
+        verdicts = pipeline.explain(made, run) if explain else {}
+    if as_json:
+        print_json(_json(made, verdicts))
+    else:
+        _print(made, verdicts)
+
+
+def _json(made: Plan, verdicts: Mapping[str, str]) -> dict[str, Any]:
+    spec, graph = made.spec_file.spec, asdict(made.graph)
+    return {
+        "ok": True,
+        "spec": {"path": made.spec_file.path, "digest": made.spec_file.digest, "values": asdict(spec)},
+        "graph": {name: value for name, value in graph.items() if name not in ("path", "weights_dir", "operators")},
+        "profiles": [asdict(profile) for profile in made.profiles],
+        "engines": [_engine_json(planned) for planned in made.units],
+        "warnings": [problem.summary for problem in made.warnings],
+        "output": spec.output,
+        **({"stages": dict(verdicts)} if verdicts else {}),
+    }
+
+
+def _engine_json(planned: Any) -> dict[str, Any]:
+    value = {
+        **asdict(planned.unit),
+        "key": planned.key.digest,
+        "file": f"{planned.unit.identifier}.engine",
+        "here": True,
+    }
+    if planned.missing:
+        problem = planned.missing.problem
+        value |= {
+            "here": False,
+            "skipped": planned.missing.skipped,
+            "reason": problem.summary,
+            "next_step": problem.next_step,
+        }
+    return value
+
+
+def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
+    from trtforge.cli.console import say, shown_bytes  # noqa: PLC0415
+    from trtforge.errors import shown_path  # noqa: PLC0415
+
+    spec, graph = made.spec_file.spec, made.graph
+    say(f"{spec.name}  ({shown_path(made.spec_file.path)}, sha256 {made.spec_file.digest[:12]})")
+    size = shown_bytes(graph.weight_bytes)
+    _row("model", f"{shown_path(spec.model.onnx)}, opset {graph.opset}, {graph.num_nodes} nodes, {size} of weights")
+    _row("", f"sha256 {graph.digest}")
+    for tensor in graph.inputs:
+        role = graph.role(tensor.name)
+        _row("input", f"{tensor}: {role.kind}, {role.low:g} to {role.high:g}; {role.reason}")
+    for tensor in graph.outputs:
+        depends = ", length depends on the data" if tensor.name in graph.data_dependent_outputs else ""
+        _row("output", f"{tensor}{depends}")
+    for profile in made.profiles:
+        for name, shapes in profile.shapes.items():
+            ranges = ", ".join(f"{point} {_text(getattr(shapes, point))}" for point in ("min", "opt", "max"))
+            _row(f"profile {profile.name}", f"{name}: {ranges}")
+        for name, values in profile.values.items():
+            ranges = ", ".join(f"{point} {list(getattr(values, point))}" for point in ("min", "opt", "max"))
+            _row(f"profile {profile.name}", f"{name} values: {ranges}")
+    _row("precision", ", ".join(f"{name} {_word(value)}" for name, value in asdict(spec.precision).items()))
+    for name, value in asdict(spec.builder).items():
+        _row("builder", f"{name} {_word(value)}")
+    _row("fail_on_warning", ", ".join(spec.fail_on_warning) or "none")
+    _row("build_timeout", _word(spec.build_timeout))
+    _row("output", shown_path(spec.output))
+    for planned in made.units:
+        if planned.missing is None:
+            _row(
+                "engine", f"{planned.unit.identifier}.engine  by {planned.unit.backend} {planned.unit.backend_version}"
+            )
+        else:
+            word = "skipped" if planned.missing.skipped else "not here"
+            _row(word, f"{planned.unit.identifier}: {planned.missing.problem.summary}")
+            _row("", f"next: {planned.missing.problem.next_step}")
+    for stage, verdict in verdicts.items():
+        say(f"{stage}: {verdict}")
+
+
+def _row(label: str, text: str) -> None:
+    from trtforge.cli.console import say  # noqa: PLC0415
+
+    say(f"  {label:<16} {text}")
+
+
+def _text(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "not set" if value is None else str(value)
