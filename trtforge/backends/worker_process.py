@@ -41,7 +41,7 @@ class BuildEvent:
     """Something that happened during a build, for progress displays.
 
     Attributes:
-        kind: `message` is a line of the builder's log from warning upwards; `phase` is the begin of a part of the
+        kind: `message` is a warning in the builder's log; `phase` is the begin of a part of the
             build; `step` is progress within one.
         text: the log line or the phase's name.
         fraction: how much of the builder's own steps is done, 0 to 1, never falling. Steps differ in length by
@@ -215,6 +215,8 @@ def _take(line: bytes, said: Transcript, on_event: Callable[[BuildEvent], None])
         raise _NotALine(repr(line[:200])) from None
     if kind == "message":
         said.messages.append(BuilderMessage(value["severity"], text))
+        if value["severity"] != "warning":
+            return  # an error ends the build, and is told with its cause
     elif kind in ("phase", "step"):
         said.phase, said.fraction = text, fraction
     else:

@@ -111,7 +111,7 @@ Mebibytes = Annotated[int, Field(ge=1, le=_INT64_MAX >> 20), BeforeValidator(_si
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_number)]
 _SHAPE_SCHEMA = {
     "anyOf": [
-        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _INT64_MAX}},
         {"type": "string", "pattern": f"^{_SHAPE_TEXT.pattern}$"},
     ]
 }

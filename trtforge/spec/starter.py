@@ -7,7 +7,7 @@ import re
 
 from trtforge.errors import printable
 from trtforge.spec.model import BLANK
-from trtforge.types import Dim, Graph, TensorSpec
+from trtforge.types import Dim, Graph, RoleKind, TensorSpec
 
 _MAX_VALUES = 64
 """Elements of a shape tensor. Source: TensorRT, ITensor::isShapeTensor."""
@@ -15,6 +15,7 @@ _MAX_SIMPLE_KEY = 1000
 """YAML wants a longer key written with '?'; 1024 characters, quotes and escapes included. Source: YAML 1.2.2, 8.2.2."""
 _BATCH = (1, 8, 32)
 _BATCH_SYMBOL = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
+_BATCHED = ("image", "token_ids", "mask")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
@@ -93,15 +94,16 @@ def _profile_entry(graph: Graph, tensor: TensorSpec) -> list[str]:
         return [f"{comment}: its values decide a shape", *_pair(tensor.name, values)]
     if not tensor.is_dynamic:
         return []
-    shapes = [[_size(dim, axis, place) for axis, dim in enumerate(tensor.shape)] for place in range(3)]
+    kind = graph.role(tensor.name).kind
+    shapes = [[_size(dim, axis, place, kind) for axis, dim in enumerate(tensor.shape)] for place in range(3)]
     low, opt, high = (f"[{', '.join(shape)}]" for shape in shapes)
     return [comment, *_pair(tensor.name, f"{{min: {low}, opt: {opt}, max: {high}}}")]
 
 
-def _size(dim: Dim, axis: int, place: int) -> str:
+def _size(dim: Dim, axis: int, place: int, kind: RoleKind) -> str:
     if isinstance(dim, int):
         return str(dim)
-    is_batch = axis == 0 and (dim is None or bool(_BATCH_SYMBOL.fullmatch(dim)))
+    is_batch = axis == 0 and (kind in _BATCHED or dim is None or bool(_BATCH_SYMBOL.fullmatch(dim)))
     return str(_BATCH[place]) if is_batch else BLANK
 
 
