@@ -9,7 +9,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,37 +72,58 @@ def remove_leftovers(folder: Path) -> None:
 def locked(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
     """Holds the lock file `path`, which is made if needed; a second process or thread waits.
 
-    The kernel releases the lock when its holder ends, however it ends, so there is no stale lock.
+    The kernel releases the lock when its holder ends, however it ends, so there is no stale lock. Only a holder may
+    remove the file, as the last thing it does: whoever waited for it, or opened it before, sees that and locks the new one.
 
     Args:
-        path: the lock file; it stays, since removing it would let a waiter and a newcomer hold two locks.
+        path: the lock file; it stays.
         on_wait: called once, before waiting, if another holds the lock.
 
     Raises:
         StoreError: the lock file cannot be written.
     """
     with explained(path.parent, 0, "name another folder with --store"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = _open_locked(path, on_wait)
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def is_locked(path: Path) -> bool:
-    """Whether another process or thread holds the lock file `path`; a missing file is held by none."""
-    try:
-        with path.open("ab") as file:
+def _open_locked(path: Path, on_wait: Callable[[], None]) -> BufferedIOBase:
+    waits = False
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+        except BlockingIOError:
+            if not waits:
+                on_wait()
+            waits = True
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_at(file, path):
+            return file
+        file.close()
+
+
+@contextmanager
+def locked_if_free(path: Path) -> Iterator[bool]:
+    """Holds the lock file `path`, made if its folder is there, unless another does; says whether it does."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield _is_at(file, path)
+
+
+def _is_at(file: BufferedIOBase, path: Path) -> bool:
+    """Whether `path` still names the open `file`, which another holder of its lock may have removed."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
         return False
-    return False
 
 
 def free_bytes(folder: Path) -> int:

@@ -12,7 +12,8 @@ from os import stat_result
 from pathlib import Path
 
 from trtforge.digests import file_digest
-from trtforge.files import commit, write_aside
+from trtforge.errors import StoreError
+from trtforge.files import commit, locked, remove_leftovers, write_aside
 
 _MAX_ENTRIES = 1000
 _RACY_NS = 2_000_000_000
@@ -26,8 +27,8 @@ Source: git's "racy clean" entries (Documentation/technical/racy-git); 2 s is th
 class DigestMemo:
     """Digests by (device, inode, size, mtime, ctime), in a JSON file that may be missing, damaged or read-only.
 
-    The change time is part of the key because no program can set it back. Two processes that write at once may lose
-    each other's entries, never damage the file.
+    The change time is part of the key because no program can set it back. Two processes that write at once
+    wait for each other.
 
     Attributes:
         path: the JSON file; its folder is made when needed.
@@ -60,11 +61,16 @@ class DigestMemo:
         return {k: v for k, v in entries.items() if isinstance(v, str) and re.fullmatch(r"[0-9a-f]{64}", v)}
 
     def _remember(self, key: str, digest: str) -> None:
-        newest = list({**self._entries(), key: digest}.items())[-_MAX_ENTRIES:]
-        with contextlib.suppress(OSError):  # a memo that cannot be written only costs time
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError, StoreError), locked(self.path.with_suffix(".lock"), on_wait=_briefly):
+            # A memo that cannot be written only costs time.
+            newest = list({**self._entries(), key: digest}.items())[-_MAX_ENTRIES:]
+            remove_leftovers(self.path.parent)
             aside, _ = write_aside(self.path.parent, BytesIO(json.dumps(dict(newest)).encode()))
             commit(aside, self.path)
+
+
+def _briefly() -> None:
+    """Nothing to tell: the holder is done at once."""
 
 
 def _key(status: stat_result) -> str:

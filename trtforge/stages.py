@@ -54,10 +54,7 @@ class Stages:
 
     def verdict(self, label: str, key: StageKey) -> str:
         """What `run` would say of `key`, without running anything."""
-        if self.store.find(key):
-            return "cached"
-        changes = self.store.changes(self._slot(label), key)
-        return f"stale, {_listed(changes)} changed" if changes else "new"
+        return "cached" if self.store.find(key) else self._reason(label, key)
 
     def run(
         self, label: str, key: StageKey, compute: Callable[[], Computed], describe: Callable[[Any], tuple[str, ...]]
@@ -68,19 +65,20 @@ class Stages:
             label: name of the stage for people; several stages of a run have several labels.
             key: everything that decides the result.
             compute: called if the store has no record.
-            describe: notes on a result.
+            describe: notes on a result, one at least, of which the first says what it is.
 
         Raises:
             TrtForgeError: what `compute` raises; nothing is stored then.
         """
         start = time.perf_counter()
         self.tell(Event("started", label))
-        waiting = Event("warning", label, "another process works on the same; waiting for it")
+        waiting = Event("warning", label, "another build makes the same; waiting for it")
         with self.store.lock(key.digest, on_wait=lambda: self.tell(waiting)):
-            verdict = self.verdict(label, key)
             record = self.store.find(key)
+            verdict = "cached" if record else self._reason(label, key)
             if record is None:
-                record = self.store.put(key, *compute())
+                result, files = compute()
+                record = self.store.put(key, result, files, about=describe(result)[0])
             self.store.note(self._slot(label), key)
         seconds = time.perf_counter() - start
         notes = describe(record.result)
@@ -88,6 +86,10 @@ class Stages:
             self.done.append(Stage(label, key.digest, verdict, seconds, notes))
             self.report(Event("done", label, "; ".join((verdict, *notes)), seconds=seconds))
         return record
+
+    def _reason(self, label: str, key: StageKey) -> str:
+        changes = self.store.changes(self._slot(label), key)
+        return f"stale, {_listed(changes)} changed" if changes else "new"
 
     def _slot(self, label: str) -> str:
         return f"{self.slot}|{label}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import resource
 import struct
 from pathlib import Path
@@ -19,6 +20,7 @@ from trtforge.backends.builder_log import explain
 from trtforge.backends.protocol import BACKENDS
 from trtforge.errors import BuildError, CapabilityError, GraphError, StoreError, TrtForgeError
 from trtforge.graph.ingest import ingest
+from trtforge.machine import machine_facts
 from trtforge.types import BuilderMessage, BuildUnit, Profile, ShapeRange
 
 VERSION = tensorrt_rtx.installed_version()
@@ -364,6 +366,11 @@ class Said:
         assert builder.build_serialized_network(network, config) is None
         return self.logger.messages
 
+    def on_load(self, data):
+        self.logger.messages = []
+        assert self.trt.Runtime(self.logger).deserialize_cuda_engine(data) is None
+        return self.logger.messages
+
 
 @pytest.fixture(scope="module")
 def said():
@@ -500,7 +507,29 @@ def test_what_the_builder_says_is_explained(said, cause, model, how):
     assert found[0].next_step
 
 
-def test_no_row_of_the_table_is_dead(said):
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    return build(conv(folder), unit(BATCH), folder).path.read_bytes()
+
+
+LOADS = [
+    ("the file is no engine of this TensorRT", lambda data: b"ftrt" + data[4:]),
+    ("it is cut short or damaged", lambda data: data[:1000]),
+    ("there is no NVIDIA driver", lambda data: data),
+]
+
+
+@pytest.mark.skipif(bool(machine_facts().gpus), reason="with a GPU, engines load")
+@pytest.mark.parametrize(("cause", "damage"), LOADS, ids=[cause for cause, _ in LOADS])
+def test_what_is_said_on_loading_is_explained(said, engine, cause, damage):
+    (found,) = explain(said.on_load(damage(engine)))
+    assert cause in found.cause
+
+
+@pytest.mark.skipif(bool(machine_facts().gpus), reason="with a GPU, engines load")
+def test_no_row_of_the_table_is_dead(said, engine):
     spoken = [message.text for _, model, how in SAYINGS for message in messages_of(said, model, how)]
-    dead = [row.pattern for pattern, row in builder_log._COMPILED if not any(map(pattern.search, spoken))]
+    spoken += [message.text for _, damage in LOADS for message in said.on_load(damage(engine))]
+    dead = [row.pattern for row in builder_log._TABLE if not any(re.search(row.pattern, text) for text in spoken)]
     assert dead == []

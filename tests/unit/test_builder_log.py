@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from trtforge.backends import builder_log
 from trtforge.backends.builder_log import error_lines, explain, matching_warnings
 from trtforge.types import BuilderMessage
 
@@ -51,6 +54,119 @@ def test_unknown_text_and_braces_are_left_alone():
     assert explain([error("Assertion {0} failed: {unknown}")]) == []
     (found,) = explain([error("Dynamic input tensor {x} is missing dimensions in profile 0")])
     assert "'{x}'" in found.cause
+
+
+def test_a_missing_driver_is_the_cause_only_if_nothing_else_went_wrong():
+    assert explain([error(NO_GPU), error("Assertion failed: something new")]) == []
+    (found,) = explain([error(NO_GPU)])
+    assert "CUDA error 35" in found.cause
+    assert found.next_step.startswith("nvidia-smi")
+
+
+NO_KERNEL = (
+    "[optimizer.cpp::computeCosts::2011] Error Code 10: Internal Error (Could not find any implementation for node "
+)
+FOREIGN = "{ForeignNode[onnx::Gather_72...ScatterND_170]}"
+
+
+def warning(text):
+    return BuilderMessage("warning", text)
+
+
+QUOTED = [
+    (
+        f"no kernel for '{FOREIGN}' gets along with the scratch memory that builder.workspace_mib",
+        [error(f"{NO_KERNEL}{FOREIGN} due to insufficient workspace. See verbose log for requested sizes.)")],
+    ),
+    (
+        f"no kernel for '{FOREIGN}' could be tried, as the GPU's memory",
+        [
+            warning("Skipping tactic 0 due to insuficient memory on requested size of 29147520 detected for tactic 0."),
+            error(f"{NO_KERNEL}{FOREIGN}.)"),
+        ],
+    ),
+    (
+        "no kernel for 'MaxPool_5' could be tried, as the GPU's memory",
+        [
+            warning("Tactic Device request: 4364MB Available: 3788MB. Device memory is insufficient to use tactic."),
+            error(f"{NO_KERNEL}MaxPool_5.)"),
+        ],
+    ),
+    ("this TensorRT has no kernel for 'ArgMax_260' on this GPU", [error(f"{NO_KERNEL}ArgMax_260.)")]),
+    (
+        "operator SequenceConstruct is none that TensorRT's parser knows",
+        [error("3: getPluginCreator could not find plugin: SequenceConstruct version: 1")],
+    ),
+    (
+        "(CUDA error 35)",
+        [warning("CUDA initialization failure with error: 35. Please check your CUDA installation:  http://docs")],
+    ),
+    (
+        "(CUDA error 100)",
+        [error("Cuda initialization failure with error 100. Please check cuda installation: http://docs")],
+    ),
+    (
+        "the GPU's memory is too small or in use",
+        [error("2: [virtualMemoryBuffer.cpp::resizePhysical::160] Error Code 2: OutOfMemory (no further information)")],
+    ),
+    (
+        "the GPU's memory is too small or in use",
+        [error("[defaultAllocator.cpp::allocate::19] Error Code 1: Cuda Runtime (out of memory)")],
+    ),
+    (
+        "this TensorRT does not build for sm61",
+        [
+            error(
+                "IBuilder::buildSerializedNetwork: Error Code 9: API Usage Error (Target GPU SM 61 is not supported by "
+                "this TensorRT release.)"
+            )
+        ],
+    ),
+    (
+        "the engine is for sm75, and this GPU is sm86",
+        [
+            error(
+                "The engine plan file is generated on an incompatible device, expecting compute 8.6 got compute 7.5, "
+                "please rebuild."
+            )
+        ],
+    ),
+    (
+        "the engine was built by TensorRT 8.2.1, and 8.2.3 loads it",
+        [
+            error(
+                "6: The engine plan file is not compatible with this version of TensorRT, expecting library version 8.2.3 "
+                "got 8.2.1, please rebuild."
+            )
+        ],
+    ),
+    (
+        "another version of TensorRT than the one that loads it (format 237 against 236)",
+        [
+            error(
+                "1: [stdArchiveReader.cpp::StdArchiveReaderInitCommon::46] Error Code 1: Serialization (Serialization "
+                "assertion stdVersionRead == serializationVersion failed.Version tag does not match. Note: Current "
+                "Version: 236, Serialized Engine Version: 237)"
+            )
+        ],
+    ),
+]
+"""What people reported of other TensorRT versions and of machines with a GPU; the table names where."""
+
+
+@pytest.mark.parametrize(("cause", "log"), QUOTED)
+def test_what_was_reported_elsewhere_is_explained(cause, log):
+    (found,) = explain(log)
+    assert cause in found.cause
+    assert found.next_step
+
+
+def test_every_row_of_the_gpu_table_has_a_source_and_a_quotation():
+    explained = {explain(log)[0].cause for _, log in QUOTED}
+    for row in builder_log._GPU_TABLE:
+        assert row.source.startswith("https://")
+        cause = re.sub(r"\\{\w+\\}", ".+", re.escape(row.cause))
+        assert any(re.fullmatch(cause, found) for found in explained), row.cause
 
 
 def test_error_lines_leave_out_echoes():

@@ -93,7 +93,7 @@ def test_only_the_newest_entries_stay_and_no_temporary_file(tmp_path, weights):
     entries = json.loads(memo.path.read_text())
     assert len(entries) == 1000
     assert next(iter(entries)) == "501"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memo.json", "w.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memo.json", "memo.lock", "w.bin"]
 
 
 def test_missing_file_is_an_os_error(tmp_path):

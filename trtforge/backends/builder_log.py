@@ -1,6 +1,7 @@
-"""What a builder's log means: its own lines, and for those that people meet often, a cause and a next step in plain words.
+"""What a log of TensorRT means: its own lines, and for those that people meet often, a cause and a next step in plain words.
 
-Every row of the table is a sentence that TensorRT-RTX 1.7.1 says; an integration test makes it say each one.
+Every row of the first table is a sentence that TensorRT-RTX 1.7.1 says without a GPU; an integration test makes it say
+each one. Rows of the second take a GPU or another TensorRT; each names where the sentence was reported.
 """
 
 from __future__ import annotations
@@ -30,11 +31,20 @@ class Explanation:
 
 
 class _Row(NamedTuple):
-    """`cause` and `next_step` are format strings over the named groups of `pattern`."""
+    """`cause` and `next_step` are format strings over the named groups of `pattern`.
+
+    Attributes:
+        beside: a pattern that some other line of the log has to match, of whatever severity.
+        severities: of the lines that it is looked for in.
+        source: where the sentence was reported, for rows that no test here can provoke.
+    """
 
     pattern: str
     cause: str
     next_step: str
+    beside: str = ""
+    severities: tuple[str, ...] = ("error", "internal_error")
+    source: str = ""
 
 
 _AS_NODE = r"in (?P<op>\S+) '(?P<node>[^']*)': "
@@ -183,12 +193,103 @@ _TABLE: Final[tuple[_Row, ...]] = (
         "raise builder.workspace_mib or leave it out",
     ),
     _Row(
+        r"Trying to load an engine created with incompatible serialization version",
+        "the file is no engine of this TensorRT: of another kind (TensorRT, TensorRT-RTX) or version, or no engine at all",
+        "run trtforge verify on its manifest, or build it again with the TensorRT that loads it",
+    ),
+    _Row(
+        r"plan\.header\.size == blobSize failed",
+        "the engine file is not as long as its header says: it is cut short or damaged",
+        "copy it again, then run trtforge verify on its manifest",
+    ),
+    _Row(
+        r"cudaError 35: ",
+        "there is no NVIDIA driver, or it is older than the CUDA that this TensorRT was made for (CUDA error 35)",
+        "nvidia-smi  # shows the driver; in a container, start it with --gpus all",
+    ),
+    _Row(
         r"MyelinCheckException: (?P<check>.+?) In ",
         "TensorRT's compiler stopped at a check of its own: {check}",
         "build with builder.optimization_level: 0; if that stops too, bisect the model and report the smallest part to NVIDIA",
     ),
 )
-_COMPILED: Final = tuple((re.compile(row.pattern), row) for row in _TABLE)
+_TRT_ISSUES = "https://github.com/NVIDIA/TensorRT/issues"
+_NO_KERNEL = r"Could not find any implementation for node (?P<node>.+?)"
+_GPU_TABLE: Final[tuple[_Row, ...]] = (
+    # No kernel: three causes that the same sentence hides
+    _Row(
+        _NO_KERNEL + r" due to insufficient workspace",
+        "no kernel for '{node}' gets along with the scratch memory that builder.workspace_mib allows",
+        "raise builder.workspace_mib or leave it out",
+        source="https://github.com/NVIDIA/TensorRT/tree/release/8.6/demo/HuggingFace, Out of Memory Errors",
+    ),
+    _Row(
+        _NO_KERNEL + r"\.?\)",
+        "no kernel for '{node}' could be tried, as the GPU's memory was too small or in use",
+        "free the GPU's memory (nvidia-smi shows who holds it), or lower builder.workspace_mib",
+        beside=r"insuff?icient memory on requested size|Device memory is insufficient|could not be allocated|OutOfMemory",
+        source=f"{_TRT_ISSUES}/2035, https://github.com/open-mmlab/mmdeploy/issues/1059",
+    ),
+    _Row(
+        _NO_KERNEL + r"\.?\)",
+        "this TensorRT has no kernel for '{node}' on this GPU, with its types and shapes",
+        "build a part of the model up to '{node}'; most often one type (Q/DQ, FP16) or size there is to blame",
+        source=f"{_TRT_ISSUES}/1768",
+    ),
+    # Plugins
+    _Row(
+        r"getPluginCreator could not find plugin:? (?P<op>\S+) version",
+        "operator {op} is none that TensorRT's parser knows, and no plugin provides it",
+        "export the model without {op}",
+        source=f"{_TRT_ISSUES}/3164",
+    ),
+    # GPU, driver, memory
+    _Row(
+        r"C[Uu][Dd][Aa] initialization failure with error:? 35\b",
+        "there is no NVIDIA driver, or it is older than the CUDA that this TensorRT was made for (CUDA error 35)",
+        "nvidia-smi  # shows the driver; in a container, start it with --gpus all",
+        severities=("error", "internal_error", "warning"),
+        source=f"{_TRT_ISSUES}/2879",
+    ),
+    _Row(
+        r"C[Uu][Dd][Aa] initialization failure with error:? (?P<code>\d+)",
+        "CUDA does not start here (CUDA error {code})",
+        "nvidia-smi  # shows driver and GPUs; error 100 is no GPU, 2 is no memory",
+        severities=("error", "internal_error", "warning"),
+        source=f"{_TRT_ISSUES}/149",
+    ),
+    _Row(
+        r"Error Code 2: OutOfMemory|Cuda Runtime \(out of memory\)",
+        "the GPU's memory is too small or in use",
+        "free the GPU's memory (nvidia-smi shows who holds it), or lower builder.workspace_mib",
+        source="https://github.com/marcoslucianops/DeepStream-Yolo/issues/366, " + f"{_TRT_ISSUES}/4254",
+    ),
+    _Row(
+        r"Target GPU SM (?P<sm>\d+) is not supported by this TensorRT release",
+        "this TensorRT does not build for sm{sm}, the GPU of this machine",
+        "install a TensorRT that has sm{sm}, and name it with version: in that target",
+        source=f"{_TRT_ISSUES}/4359",
+    ),
+    # Loading
+    _Row(
+        r"generated on an incompatible device, expecting compute (?P<a>\d+)\.(?P<b>\d+) got compute (?P<c>\d+)\.(?P<d>\d+)",
+        "the engine is for sm{c}{d}, and this GPU is sm{a}{b}",
+        "load the engine of sm{a}{b}, or add that GPU to targets and build again",
+        source=f"{_TRT_ISSUES}/2176",
+    ),
+    _Row(
+        r"not compatible with this version of TensorRT, expecting library version (?P<a>[\d.]+) got (?P<b>[\d.]+)",
+        "the engine was built by TensorRT {b}, and {a} loads it",
+        "install TensorRT {b} where it is loaded, or build again with {a}",
+        source="https://github.com/SthPhoenix/InsightFace-REST/issues/84",
+    ),
+    _Row(
+        r"Version tag does not match\. Note: Current Version: (?P<a>\d+), Serialized Engine Version: (?P<b>\d+)",
+        "the engine was built by another version of TensorRT than the one that loads it (format {b} against {a})",
+        "install the TensorRT that its manifest names where it is loaded, or build it again",
+        source=f"{_TRT_ISSUES}/3898",
+    ),
+)
 
 # A builder without a GPU adds this line to whatever really went wrong.
 _NO_GPU_ECHO: Final = re.compile(r".*catchCudaError.*cudaError 35: .*")
@@ -197,17 +298,32 @@ _PARSER_ECHO: Final = re.compile(r"ModelImporter\.cpp:\d+: (While parsing|--- |E
 
 
 def explain(messages: Sequence[BuilderMessage]) -> list[Explanation]:
-    """What the errors in `messages` mean, in their order, each cause once; empty if none is known."""
+    """What `messages` mean, in their order, each cause once; empty if none is known.
+
+    That a driver is missing is a cause only where nothing else went wrong, as every build without a GPU says so.
+    """
+    errors = [message for message in messages if message.severity in ("error", "internal_error")]
+    echoes = [message for message in errors if _NO_GPU_ECHO.fullmatch(message.text)]
     found: dict[str, Explanation] = {}
     for message in messages:
-        if message.severity in ("error", "internal_error"):
-            for pattern, row in _COMPILED:
-                if match := pattern.search(message.text):
-                    words = {key: value or "" for key, value in match.groupdict().items()}
-                    cause = row.cause.format(**words)
-                    found.setdefault(cause, Explanation(cause, row.next_step.format(**words), message))
-                    break
+        if message in echoes and len(echoes) < len(errors):
+            continue
+        if row_match := _first_match(message, messages):
+            row, match = row_match
+            words = {key: value or "" for key, value in match.groupdict().items()}
+            cause = row.cause.format(**words)
+            found.setdefault(cause, Explanation(cause, row.next_step.format(**words), message))
     return list(found.values())
+
+
+def _first_match(message: BuilderMessage, messages: Sequence[BuilderMessage]) -> tuple[_Row, re.Match[str]] | None:
+    for row in (*_TABLE, *_GPU_TABLE):
+        if message.severity not in row.severities:
+            continue
+        match = re.search(row.pattern, message.text)
+        if match and (not row.beside or any(re.search(row.beside, other.text) for other in messages)):
+            return row, match
+    return None
 
 
 def error_lines(messages: Iterable[BuilderMessage]) -> list[str]:

@@ -22,6 +22,7 @@ _PRECISION_OF_TYPE = {
 }
 _NO_KERNELS_FOR = frozenset({"float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz", "uint4", "complex64", "complex128"})
 _MATRIX_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Attention", "LSTM", "GRU", "RNN"})
+_LOWERED = ("fp16", "bf16")
 _SHOWN_NODES = 3
 _AMPERE = 80
 _ORIN = "sm87"
@@ -190,22 +191,39 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
             where,
         )
     elif precision.type not in ("fp32", "as_model"):
-        lowest = capability.precisions[precision.type]
-        if lowest.startswith("sm"):
-            yield _problem(
-                f"precision type {precision.type}: this release of trtforge does not lower graphs",
-                "export the model in that type and write precision: {type: as_model}",
-                where,
-            )
-        else:
-            yield _problem(
-                f"{capability.name} cannot build {precision.type}: {lowest}", "write precision: {type: fp32}", where
-            )
+        yield from _asked_type_problems(spec_file, carried, capability)
+    if precision.keep.fp32 and precision.type not in _LOWERED:
+        yield _problem(
+            f"precision.keep has no effect with type {precision.type}, which lowers nothing",
+            "remove keep, or write type: fp16",
+            spec_file.where("precision", "keep"),
+        )
     for element_type in sorted(_NO_KERNELS_FOR & set(graph.element_types)):
         yield _problem(
             f"{capability.name} cannot compute with {element_type}, which the model carries",
             "export the model with another type",
             spec_file.where("model", "onnx"),
+        )
+
+
+def _asked_type_problems(spec_file: SpecFile, carried: dict[str, str], capability: Capability) -> Iterator[Problem]:
+    """A type that the graph shall be lowered to."""
+    asked = spec_file.spec.precision.type
+    where = spec_file.where("precision", "type")
+    lowest = capability.precisions[asked]
+    if not lowest.startswith("sm"):
+        yield _problem(f"{capability.name} cannot build {asked}: {lowest}", "write precision: {type: fp32}", where)
+    elif carried:
+        yield _problem(
+            f"precision type {asked}, but the model carries {', '.join(carried.values())} already",
+            "write precision: {type: as_model}, or give the FP32 model",
+            where,
+        )
+    elif asked not in _LOWERED:
+        yield _problem(
+            f"precision type {asked}: this release of trtforge lowers to fp16 and bf16 only",
+            "export the model in that type and write precision: {type: as_model}",
+            where,
         )
 
 
@@ -221,7 +239,16 @@ def _gpu_precision_problems(
                 "export the model in float32",
                 spec_file.where("model", "onnx"),
             )
+    asked = spec_file.spec.precision.type
     for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
+        if asked in _LOWERED and capability.precisions[asked].startswith("sm"):
+            if reason := capability.can_compute(asked, compute_capability):
+                yield _problem(
+                    f"GPU '{gpu}' ({compute_capability}) lacks {asked}: {reason}",
+                    "remove the GPU from this spec, or write precision: {type: fp16}",
+                    where,
+                )
+            continue
         for precision, shown in carried.items():
             if capability.precisions[precision].startswith("sm") and (
                 reason := capability.can_compute(precision, compute_capability)

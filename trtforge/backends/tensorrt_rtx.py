@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,8 @@ def build(
         _check_header(path, unit)
     except BuildError:
         path.unlink(missing_ok=True)
-        leave_reproduction(work_dir, request, said)
+        with contextlib.suppress(OSError):  # the disk may be full, which must not hide why the build failed
+            leave_reproduction(work_dir, request, said)
         raise
     except BaseException:
         path.unlink(missing_ok=True)

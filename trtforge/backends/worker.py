@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import sys
 import threading
 import time
@@ -145,7 +146,8 @@ def write_engine(path: Path, data: memoryview) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        summary = f"{path}: the engine of {data.nbytes} bytes could not be written: {error.strerror}"
+        free = shutil.disk_usage(path.parent).free
+        summary = f"{path}: the engine of {data.nbytes} bytes could not be written: {error.strerror}; {free} bytes free"
         step = f"make room for {data.nbytes} bytes in {path.parent}, or lift its size limit"
         refuse_if_any([problem("StoreError", summary, step)])
 

@@ -34,6 +34,8 @@ _READ_BYTES: Final = 1 << 16
 _LONGEST_LINE: Final = 16 << 20
 _TAIL_BYTES: Final = 8000
 _LAST_LINES: Final = 10
+_RUNNING: Final[set[int]] = set()
+"""Process groups of the builds that run now, in all threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def run_worker(
         except _TooLate:
             raise BuildError(
                 f"{subject}: no engine after {timeout_seconds:g} s, the limit; it was at '{said.phase}'",
-                next_step="raise the time limit, or build with builder.optimization_level: 0",
+                next_step="raise build_timeout, or build with builder.optimization_level: 0",
                 detail=said.last_lines(),
             ) from None
         except _NotALine as error:
@@ -131,6 +133,13 @@ def run_worker(
         raise _death(subject, returncode, said)
     if said.answer["kind"] == "problems":
         raise _as_error(subject, said.answer["problems"])
+
+
+def end_workers() -> None:
+    """Kills every build of this process; each `run_worker` then ends with an error in its own thread."""
+    for group in tuple(_RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -153,9 +162,11 @@ def _started(request: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[byte
         raise
     finally:
         os.close(write_fd)
+    _RUNNING.add(process.pid)
     try:
         yield process, read_fd
     finally:
+        _RUNNING.discard(process.pid)
         # The group outlives its leader while anything that it started runs.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import trtforge
-from trtforge.cli import build, doctor, init, plan, verify
+from trtforge.cli import build, doctor, init, plan, store, verify
 from trtforge.cli.console import fail
 from trtforge.errors import CommandLineError, TrtForgeError
 
@@ -45,10 +45,11 @@ def _options(
 _VERBS = {verb.__name__: verb for verb in (init.init, plan.plan, build.build, verify.verify, doctor.doctor)}
 for _verb in _VERBS.values():
     app.command()(_verb)
+app.add_typer(store.verbs, name="store")
 
 
 def _usage_problem(error: Exception, arguments: list[str]) -> TrtForgeError:
-    verb = next((word for word in arguments if word in _VERBS), "")
+    verb = next((word for word in arguments if word in (*_VERBS, "store")), "")
     return CommandLineError(error.format_message(), next_step=f"trtforge {verb} --help".replace("  ", " "))  # type: ignore[attr-defined]
 
 

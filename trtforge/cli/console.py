@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import traceback as python_traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -73,7 +73,7 @@ def fail(error: BaseException, *, as_json: bool, traceback: bool) -> int:
     return code
 
 
-def print_problems(problems: tuple[Problem, ...], severity: str = "error") -> None:
+def print_problems(problems: Iterable[Problem], severity: str = "error") -> None:
     """Problems as text on standard error, location first."""
     for problem in problems:
         typer.echo("\n".join(problem.lines(severity)), err=True)

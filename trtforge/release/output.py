@@ -21,13 +21,14 @@ _NEXT_STEP = "set output: to a folder of its own that can be written"
 def check_output(output_dir: Path, needed_bytes: int = 0) -> None:
     """Makes `output_dir` if it is not there, and proves that it can take `needed_bytes` of files.
 
-    Worth calling before a long build.
+    Worth calling before a long build. What killed runs left there is removed, so the caller holds `output_lock`.
 
     Raises:
         StoreError: it is no folder, cannot be written, or has too little space.
     """
     with explained(output_dir, needed_bytes, _NEXT_STEP):
         output_dir.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output_dir)
         # Permission bits do not tell about read-only mounts, quotas or ACLs; writing does.
         write_aside(output_dir, BytesIO(b"probe"))[0].unlink()
         if free_bytes(output_dir) < needed_bytes:
@@ -46,7 +47,7 @@ def publish(output_dir: Path, engines: Mapping[str, Path], manifest_text: str, *
         output_dir: made if it is not there.
         engines: file name in `output_dir` -> where the engine is now. The source stays.
         manifest_text: what `manifest_json` gave.
-        stale: file names of the previous manifest that the new one no longer has; removed after the new manifest is there.
+        stale: file names of the previous manifest that the new one no longer has; removed.
 
     Raises:
         StoreError: no space (needed and free bytes are told), no permission, not a folder, a source that is gone.
@@ -56,17 +57,18 @@ def publish(output_dir: Path, engines: Mapping[str, Path], manifest_text: str, *
         needed_bytes = len(manifest_data) + sum(path.stat().st_size for path in engines.values())
     check_output(output_dir, needed_bytes)
     with explained(output_dir, needed_bytes, _NEXT_STEP):
-        remove_leftovers(output_dir)
         try:
             staged = []
             for name, source in engines.items():
                 with source.open("rb") as reader:
                     staged.append((write_aside(output_dir, reader)[0], output_dir / name))
             staged.append((write_aside(output_dir, BytesIO(manifest_data))[0], output_dir / MANIFEST_NAME))
-            for temporary, final in staged:
+            *staged_engines, (staged_manifest, manifest_path) = staged
+            for temporary, final in staged_engines:
                 temporary.replace(final)
-            for name in stale:
+            for name in stale:  # while a manifest still names them: a run killed here is made good by the next
                 (output_dir / name).unlink(missing_ok=True)
+            staged_manifest.replace(manifest_path)
             folder_to_disk(output_dir)
         finally:
             remove_leftovers(output_dir)
