@@ -71,10 +71,21 @@ def host_record(facts: MachineFacts) -> released.HostRecord:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was found out about the model on its way to the builder."""
+
+    checks: tuple[PointCheck, ...]
+    export: released.ExportRecord | None
+    lowering: tuple[released.LoweringDecision, ...]
+    parity: tuple[released.ParityRecord, ...]
+    accuracy: released.AccuracyRecord | released.NotRun
+
+
 def make_manifest(
     spec_file: SpecFile,
     graph: Graph,
-    checks: tuple[PointCheck, ...],
+    evidence: Evidence,
     built: Iterable[BuiltUnit],
     missing: Iterable[MissingTarget],
     stages: Iterable[Stage],
@@ -82,16 +93,16 @@ def make_manifest(
 ) -> released.Manifest:
     """The manifest of one run, before engines of earlier runs join it."""
     built = tuple(built)
-    source = spec_file.spec.model.onnx
+    checks = evidence.checks
     return released.Manifest(
         trtforge_version=trtforge.__version__,
         created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         name=spec_file.spec.name,
         spec=released.SpecRecord(file=spec_file.path.name, digest=spec_file.digest),
         model=released.ModelRecord(
-            file=source.name,
+            file=graph.source.name,
             digest=graph.digest,
-            size_bytes=source.stat().st_size,
+            size_bytes=graph.source.stat().st_size,
             opset=graph.opset,
             producer=graph.producer,
             external_files=tuple(
@@ -120,7 +131,10 @@ def make_manifest(
             )
             for check in checks
         ),
-        parity=released.NotRun(reason=_NOT_RUN),
+        export=evidence.export,
+        lowering=evidence.lowering,
+        parity=evidence.parity,
+        accuracy=evidence.accuracy,
         performance=released.NotRun(reason=_NOT_RUN),
         missing=tuple(
             released.MissingTarget(

@@ -80,6 +80,12 @@ class GraphError(TrtForgeError):
     exit_code = 3
 
 
+class ParityError(TrtForgeError):
+    """A graph or an engine does not do what its reference does, or loses too much accuracy."""
+
+    exit_code = 5
+
+
 class CapabilityError(TrtForgeError):
     """A TensorRT version, a GPU or an installed package cannot do what was asked, or does not fit."""
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from platformdirs import user_cache_path
 
@@ -25,27 +25,52 @@ from trtforge.backends.capabilities import Capability, capability, newest_versio
 from trtforge.backends.protocol import BACKENDS, BuildEvent
 from trtforge.backends.refusals import refusals, target_compute_capability, warnings
 from trtforge.backends.reproduction import FOLDER
-from trtforge.bundle import BuiltUnit, MissingTarget, host_record, make_manifest, publish_bundle
+from trtforge.backends.worker_process import end_workers
+from trtforge.bundle import BuiltUnit, Evidence, MissingTarget, host_record, make_manifest, publish_bundle
 from trtforge.digests import model_digest
-from trtforge.errors import BuildError, CapabilityError, Problem, SeveralErrors, TrtForgeError, raise_any, shown_path
+from trtforge.errors import (
+    BuildError,
+    CapabilityError,
+    GraphError,
+    Problem,
+    SeveralErrors,
+    SpecError,
+    StoreError,
+    TrtForgeError,
+    raise_any,
+    shown_path,
+)
 from trtforge.events import Event, Report
 from trtforge.machine import MachineFacts, machine_facts
 from trtforge.memo import DigestMemo
 from trtforge.plain import from_plain, to_plain
-from trtforge.release.manifest import MANIFEST_NAME, HostRecord, Manifest
+from trtforge.release.manifest import (
+    MANIFEST_NAME,
+    AccuracyRecord,
+    ExportRecord,
+    HostRecord,
+    LoweringDecision,
+    Manifest,
+    NotRun,
+    ParityRecord,
+)
 from trtforge.release.output import check_output, output_lock
 from trtforge.shapes.points import PointCheck
 from trtforge.shapes.profiles import resolve_profiles
 from trtforge.spec.load import SpecFile, load_spec
 from trtforge.spec.model import Target
 from trtforge.stages import Stages
-from trtforge.store import StageKey, Store, default_store_path
+from trtforge.store import StageKey, Store, default_store_path, open_store
 from trtforge.types import BuildUnit, BuiltEngine, Graph, Profile
+
+if TYPE_CHECKING:
+    from trtforge.parity.report import ParityReport
+    from trtforge.quality import Exported
 
 _INSTALL = {"tensorrt_rtx": "pip install 'trtforge[rtx]'", "tensorrt": "pip install 'trtforge[gpu-wheels]'"}
 MAX_JOBS = 4
 """Builds at once unless asked otherwise: each holds a model and its tactics in memory."""
-_VERSIONS = {"ingest": 1, "profile check": 1, "build": 1}
+_VERSIONS = {"export": 1, "ingest": 1, "profile check": 1, "parity": 1, "lower": 1, "build": 1}
 """Raise one where the stage's code starts to give another result for the same inputs."""
 
 
@@ -65,6 +90,8 @@ class Plan:
     Attributes:
         units: every engine of the spec; those with `missing` are not built here.
         check_key: of the profile check.
+        lower_key: of the lowering; None where the graph is built in the types that it has.
+        exported: the export of this run; None where the spec names an ONNX file, or nothing may run.
         capabilities: of each backend's planned version.
         warnings: what is allowed and worth knowing.
     """
@@ -74,6 +101,8 @@ class Plan:
     profiles: tuple[Profile, ...]
     units: tuple[PlannedUnit, ...]
     check_key: StageKey
+    lower_key: StageKey | None
+    exported: Exported | None
     warnings: tuple[Problem, ...]
     facts: MachineFacts
 
@@ -101,11 +130,10 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The surroundings of one run: its store, its stages, and a folder for intermediate files."""
+    """The surroundings of one run: its store, its stages, and the digests of files that it knows."""
 
     stages: Stages
     memo: DigestMemo
-    work_dir: Path
 
 
 @contextmanager
@@ -117,41 +145,50 @@ def open_run(spec_path: Path, store_path: Path | None, report: Report) -> Iterat
     def warn(text: str) -> None:
         stages.tell(Event("warning", "store", text))
 
-    store = Store(store_path or default_store_path(), warn, memo.digest)
-    stages = Stages(store, report, str(spec_path.resolve()))
-    with store.work_folder() as work_dir:
-        yield Run(stages, memo, work_dir)
+    with open_store(store_path or default_store_path(), warn, memo.digest) as store:
+        stages = Stages(store, report, str(spec_path.resolve()))
+        yield Run(stages, memo)
 
 
 def read_model(spec_path: Path) -> tuple[SpecFile, Graph]:
-    """A spec and its checked model, with nothing decided about targets.
+    """A spec and its checked model, with nothing decided about targets. Runs no Python of the spec.
 
     Raises:
         TrtForgeError: all problems of the first of the two that has any.
     """
     with open_run(spec_path, None, lambda _event: None) as run:
         spec_file = load_spec(spec_path)
-        return spec_file, _ingest(spec_file, run)
+        rows = _capabilities(spec_file, machine_facts())
+        source, _ = _source(spec_file, rows, run, may_export=False)
+        return spec_file, _ingest(spec_file, source, run)
 
 
-def make_plan(spec_path: Path, run: Run) -> Plan:
+def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     """Reads and checks spec and model, and decides what is built here. Runs no builder and no onnxruntime.
+
+    Args:
+        spec_path: the spec.
+        run: its surroundings.
+        may_export: whether Python that the spec names may run; otherwise a PyTorch model is taken from its last export.
 
     Raises:
         TrtForgeError: all problems of the first stage that has any.
     """
     spec_file = load_spec(spec_path)
     spec = spec_file.spec
-    graph = _ingest(spec_file, run)
-    profiles = resolve_profiles(spec_file, graph)
     facts = machine_facts()
-    rows = [_capability(spec_file, index, facts) for index in range(len(spec.targets))]
+    rows = _capabilities(spec_file, facts)
+    source, exported = _source(spec_file, rows, run, may_export=may_export)
+    graph = _ingest(spec_file, source, run)
+    profiles = resolve_profiles(spec_file, graph)
     raise_any(problem for index, row in enumerate(rows) for problem in refusals(spec_file, index, graph, row))
     noted = dict.fromkeys(
         problem for index, row in enumerate(rows) for problem in warnings(spec_file, index, graph, row)
     )
     for problem in noted:
         run.stages.tell(Event("warning", "plan", problem.summary))
+    check_key = _check_key(spec_file, graph, profiles, facts)
+    lower_key = _lower_key(spec_file, check_key, run) if spec.precision.type in ("fp16", "bf16") else None
     units = []
     for index, target in enumerate(spec.targets):
         reason = _missing_reason(spec_file, index, target, facts)
@@ -159,10 +196,46 @@ def make_plan(spec_path: Path, run: Run) -> Plan:
             unit = _unit(spec_file, target, gpu, _version(target, facts), graph, profiles)
             skipped = target.when_missing == "skip"
             missing = MissingTarget(unit.identifier, gpu, target.backend, skipped, reason) if reason else None
-            units.append(PlannedUnit(unit, _unit_key(unit), missing))
-    return Plan(
-        spec_file, graph, profiles, tuple(units), _check_key(spec_file, graph, profiles, facts), tuple(noted), facts
-    )
+            units.append(PlannedUnit(unit, _unit_key(unit, spec.precision.quantization, lower_key), missing))
+    return Plan(spec_file, graph, profiles, tuple(units), check_key, lower_key, exported, tuple(noted), facts)
+
+
+def _source(spec_file: SpecFile, rows: list[Capability], run: Run, *, may_export: bool) -> tuple[Path, Exported | None]:
+    """The ONNX file: the spec's own, or a fresh export of its PyTorch model, or the last one if nothing may run.
+
+    An export is never taken for done: what the callable reads, weights for instance, is not known.
+    """
+    spec, store = spec_file.spec, run.stages.store
+    if spec.model.onnx is not None:
+        return spec.model.onnx, None
+    assert spec.model.torch is not None  # noqa: S101 - the spec has one of the two
+    opset = min(row.max_opset for row in rows)
+    parameters = {"callable": spec.model.torch.callable, "opset": opset, "spec": str(spec_file.path.resolve())}
+    key = StageKey("export", _VERSIONS["export"], {}, parameters, {})
+    if not may_export:
+        record = store.find(key)
+        if record is None:
+            raise GraphError(
+                f"{spec.model.torch.callable} was not exported here yet, and this verb runs no Python of a spec",
+                where=spec_file.where("model", "torch"),
+                next_step=f"trtforge build {shown_path(spec_file.path)}",
+            )
+        return store.blob_path(record.blobs["onnx"]), None
+    from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+    from trtforge.parity.refusal import refuse_broken  # noqa: PLC0415 - loads numpy
+
+    start = time.perf_counter()
+    run.stages.tell(Event("started", "export"))
+    path = store.new_folder("export") / f"{spec.name}.onnx"
+    exported = quality.export(spec_file, opset, path, run.stages)
+    text = f"torch {exported.report.torch_version}, {exported.report.exporter}, opset {opset}; {exported.parity.reason}"
+    run.stages.tell(Event("done", "export", text, seconds=time.perf_counter() - start))
+    refuse_broken(exported.parity, spec_file, exported.report.traced)
+    if not exported.report.graph.external_files:
+        last = path.with_suffix(".last")
+        shutil.copyfile(path, last)
+        store.put(key, {"notes": list(exported.report.notes)}, {"onnx": last}, text)
+    return path, exported
 
 
 def build(
@@ -190,7 +263,7 @@ def build(
     """
     start = time.perf_counter()
     with open_run(spec_path, store_path, report) as run:
-        plan = make_plan(spec_path, run)
+        plan = make_plan(spec_path, run, may_export=True)
         output_dir = output or plan.spec_file.spec.output
         missing = [planned.missing for planned in plan.units if planned.missing]
         if len(missing) == len(plan.units):
@@ -199,10 +272,11 @@ def build(
         with output_lock(output_dir, on_wait=lambda: run.stages.tell(waiting)):
             check_output(output_dir)
             checks = _check_profiles(plan, run)
-            built, failed = _build_units(plan, run, jobs)
+            graph, evidence = _prove(plan, checks, run)
+            built, failed = _build_units(plan, graph, run, jobs)
             if not built:
                 raise SeveralErrors(dict.fromkeys(entry.problem for entry in failed))
-            manifest, is_changed = _publish(plan, checks, built, [*missing, *failed], output_dir, run)
+            manifest, is_changed = _publish(plan, evidence, built, [*missing, *failed], output_dir, run)
         verdicts = {stage.key: stage.verdict for stage in run.stages.done}
     new = [entry for entry in built if verdicts[entry.key] != "cached"]
     return Bundle(
@@ -221,39 +295,50 @@ def explain(plan: Plan, run: Run) -> dict[str, str]:
     """What a build would say of each stage: `cached`, `new`, or `stale` with the settings that changed."""
     verdicts = {stage.name: stage.verdict for stage in run.stages.done}
     verdicts["profile check"] = run.stages.verdict("profile check", plan.check_key)
+    if plan.lower_key:
+        verdicts["lower"] = run.stages.verdict("lower", plan.lower_key)
     for planned in plan.units:
         if not planned.missing:
             verdicts[_label(planned.unit)] = run.stages.verdict(_label(planned.unit), planned.key)
     return verdicts
 
 
-def _ingest(spec_file: SpecFile, run: Run) -> Graph:
+def _ingest(spec_file: SpecFile, source: Path, run: Run) -> Graph:
     """The model, from the store where its bytes and those of its external data are known there."""
-    source = spec_file.spec.model.onnx
     where = spec_file.where("model", "onnx")
+
+    store = run.stages.store
 
     def ingested() -> Graph:
         from trtforge.graph.ingest import ingest  # noqa: PLC0415 - loads onnx
 
-        return ingest(source, run.work_dir, memo=run.memo, where=where)
+        graph = ingest(source, store.work_dir, memo=run.memo, where=where)
+        read = [(file.location, file.digest) for file in graph.external_files]
+        if graph.digest != model_digest(source_digest, read):
+            raise _changed_model(spec_file, source)
+        return graph
 
-    store = run.stages.store
     fresh: Graph | None = None
+    source_digest = ""
     try:
-        model_digest = run.memo.digest(source)
-        files_key = StageKey("external files", 1, {"model": model_digest}, {}, {})
+        source_digest = run.memo.digest(source)
+        files_key = StageKey("external files", 1, {"model": source_digest}, {}, {})
         files = store.find(files_key)
         if files is None:
             fresh = ingested()
-            files = store.put(files_key, [file.location for file in fresh.external_files], {})
-        inputs = {"model": model_digest, **{name: run.memo.digest(source.parent / name) for name in files.result}}
+            about = f"weights of {source.name} in {len(fresh.external_files)} other files"
+            files = store.put(files_key, [file.location for file in fresh.external_files], {}, about)
+        external = {name: run.memo.digest(source.parent / name) for name in files.result}
     except OSError:
         ingested()  # says what is wrong with the files
         raise
+    inputs = {"model": source_digest} | {f"external file {name}": digest for name, digest in external.items()}
     key = StageKey("ingest", _VERSIONS["ingest"], inputs, {}, {})
 
     def compute() -> tuple[Any, dict[str, Path]]:
         graph = fresh or ingested()
+        if graph.digest != model_digest(source_digest, external.items()):
+            raise _changed_model(spec_file, source)
         return _graph_to_plain(graph), {} if graph.path == graph.source else {"graph": graph.path}
 
     record = run.stages.run("ingest", key, compute, _describe_graph)
@@ -285,6 +370,11 @@ def _version(target: Target, facts: MachineFacts) -> str:
 
 def _is_version(installed: str, wanted: str) -> bool:
     return installed.split(".")[: len(wanted.split("."))] == wanted.split(".")
+
+
+def _capabilities(spec_file: SpecFile, facts: MachineFacts) -> list[Capability]:
+    """The row of each target's version, in the spec's order."""
+    return [_capability(spec_file, index, facts) for index in range(len(spec_file.spec.targets))]
 
 
 def _capability(spec_file: SpecFile, index: int, facts: MachineFacts) -> Capability:
@@ -344,24 +434,26 @@ def _precision_tag(graph: Graph) -> str:
 
 
 def _profiles_parameter(profiles: tuple[Profile, ...]) -> list[dict[str, Any]]:
-    """Profiles for keys, so that a difference reads `profiles[0].image.max`."""
+    """Profiles for keys."""
     return [
-        {"name": profile.name}
-        | {name: asdict(shapes) for name, shapes in profile.shapes.items()}
-        | {f"{name}.values": asdict(values) for name, values in profile.values.items()}
+        {
+            "name": profile.name,
+            "inputs": {name: asdict(shapes) for name, shapes in profile.shapes.items()},
+            "values": {name: asdict(values) for name, values in profile.values.items()},
+        }
         for profile in profiles
     ]
 
 
-def _unit_key(unit: BuildUnit) -> StageKey:
+def _unit_key(unit: BuildUnit, quantization: str, lower_key: StageKey | None) -> StageKey:
     return StageKey(
         "build",
         _VERSIONS["build"],
-        {"model": unit.graph_digest},
+        {"model": unit.graph_digest} | ({"lowering": lower_key.digest} if lower_key else {}),
         {
             "gpu": unit.gpu,
             "compute_capability": unit.compute_capability,
-            "precision": {"type": unit.precision, "tf32": unit.tf32},
+            "precision": {"type": unit.precision, "quantization": quantization, "tf32": unit.tf32},
             "builder": unit.settings,
             "profiles": _profiles_parameter(unit.profiles),
         },
@@ -382,6 +474,202 @@ def _check_key(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...],
     )
 
 
+def _samples_digest(spec_file: SpecFile, run: Run) -> dict[str, str]:
+    samples = spec_file.spec.parity.samples
+    if samples is None:
+        return {}
+    try:
+        return {"samples": run.memo.digest(samples)}
+    except OSError as error:
+        raise SpecError(
+            f"{shown_path(samples)}: {error.strerror}",
+            where=spec_file.where("parity", "samples"),
+            next_step="name an npz with an array for each input",
+        ) from None
+
+
+def _proof_parameters(spec_file: SpecFile, check_key: StageKey) -> dict[str, Any]:
+    """What decides the inputs that a model is compared on."""
+    parity = spec_file.spec.parity
+    return {**check_key.parameters, "parity": {"random_shapes": parity.random_shapes, "seed": parity.seed}}
+
+
+def _lower_key(spec_file: SpecFile, check_key: StageKey, run: Run) -> StageKey:
+    precision = spec_file.spec.precision
+    return StageKey(
+        "lower",
+        _VERSIONS["lower"],
+        {**check_key.inputs, **_samples_digest(spec_file, run)},
+        _proof_parameters(spec_file, check_key)
+        | {"precision": {"type": precision.type, "keep": {"fp32": list(precision.keep.fp32)}}},
+        check_key.environment,
+    )
+
+
+def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph, Evidence]:
+    """Lowers the graph as the spec asks, and compares every step with the one before it.
+
+    Returns:
+        The graph for the builder, and what was found.
+
+    Raises:
+        ParityError: a step broke the model, or costs too much accuracy.
+    """
+    spec_file, exported = plan.spec_file, plan.exported
+    records = [_parity_record(exported.parity)] if exported else []
+    if plan.graph.path != plan.graph.source:
+        records.append(_parity_record(_mended_report(plan, run)))
+    graph: Graph = plan.graph
+    decisions: tuple[LoweringDecision, ...] = ()
+    if plan.lower_key:
+        graph, decisions = _lowered(plan, plan.lower_key, run)
+        records.append(_parity_record(_lowered_report(plan, plan.lower_key, graph, run)))
+    records.append(
+        ParityRecord(
+            stage="engine",
+            verdict="not_run",
+            reason="an engine runs on its GPU only, and this build used none",
+            reference=None,
+            candidate=None,
+            num_points=0,
+            tightest=None,
+        )
+    )
+    return graph, Evidence(
+        checks, _export_record(spec_file, exported), decisions, tuple(records), _accuracy(plan, graph, run)
+    )
+
+
+def _mended_report(plan: Plan, run: Run) -> ParityReport:
+    def compute() -> tuple[Any, dict[str, Path]]:
+        from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+
+        return to_plain(ParityReport, quality.compare_mended(plan.spec_file, plan.graph, plan.profiles, run.stages)), {}
+
+    return _parity_report("mended", plan, plan.check_key, compute, run)
+
+
+def _lowered_report(plan: Plan, lower_key: StageKey, lowered: Graph, run: Run) -> ParityReport:
+    def compute() -> tuple[Any, dict[str, Path]]:
+        from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+        from trtforge.parity.report import ParityReport  # noqa: PLC0415
+
+        folder = run.stages.store.new_folder("emulated")
+        report = quality.compare_lowered(plan.spec_file, plan.graph, lowered, plan.profiles, folder, run.stages)
+        return to_plain(ParityReport, report), {}
+
+    return _parity_report("lowered", plan, lower_key, compute, run)
+
+
+def _parity_report(
+    stage: Literal["mended", "lowered"], plan: Plan, before: StageKey, compute: Callable[[], Any], run: Run
+) -> ParityReport:
+    """The report of a step, from the store where everything that decides it is known there; ends the run if it broke."""
+    from trtforge.parity.refusal import refuse_broken  # noqa: PLC0415 - loads numpy
+    from trtforge.parity.report import ParityReport  # noqa: PLC0415
+
+    spec_file = plan.spec_file
+    bounds = {
+        "bounds": asdict(getattr(spec_file.spec.parity, stage)),
+        "outputs": {name: asdict(entry) for name, entry in spec_file.spec.parity.outputs.items()},
+    }
+    key = StageKey(
+        f"parity {stage}",
+        _VERSIONS["parity"],
+        {**before.inputs, **_samples_digest(spec_file, run), "before": before.digest},
+        _proof_parameters(spec_file, plan.check_key) | bounds,
+        before.environment,
+    )
+    record = run.stages.run(f"parity {stage}", key, compute, lambda plain: (plain["reason"],))
+    report: ParityReport = from_plain(ParityReport, record.result)
+    refuse_broken(report, spec_file)
+    return report
+
+
+def _lowered(plan: Plan, key: StageKey, run: Run) -> tuple[Graph, tuple[LoweringDecision, ...]]:
+    """The graph in the asked type, and the nodes that stay FP32."""
+    store = run.stages.store
+
+    def compute() -> tuple[Any, dict[str, Path]]:
+        from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+
+        folder = store.new_folder("lowered")
+        lowered = quality.lower_graph(plan.spec_file, plan.graph, plan.profiles, folder, run.stages)
+        plain = {
+            "graph": _graph_to_plain(lowered.graph),
+            "kept": [
+                {"node": entry.node, "op": entry.op, "dtype": entry.dtype, "reason": entry.reason}
+                for entry in lowered.decisions
+                if entry.dtype == "float32"
+            ],
+            "notes": list(lowered.notes),
+        }
+        return plain, {"graph": lowered.graph.path}
+
+    record = run.stages.run("lower", key, compute, lambda plain: tuple(plain["notes"]))
+    path = store.blob_path(record.blobs["graph"])
+    places = {"path": str(path), "source": str(plan.graph.source), "weights_dir": str(plan.graph.weights_dir)}
+    graph: Graph = from_plain(Graph, record.result["graph"] | places)
+    return graph, tuple(LoweringDecision(**entry) for entry in record.result["kept"])
+
+
+def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
+    """The gate on the user's metric, run each time: what the metric's code reads is not known."""
+    accuracy = plan.spec_file.spec.accuracy
+    if accuracy is None:
+        return NotRun(reason="the spec names no metric")
+    if plan.lower_key is None:
+        return NotRun(reason="the graph is built in the types that it has, and engines run on their GPU only")
+    from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+
+    start = time.perf_counter()
+    run.stages.tell(Event("started", "accuracy"))
+    candidate = quality.emulation_of(graph, run.stages.store.new_folder("accuracy"))
+    report = quality.check_accuracy(plan.spec_file, plan.graph, candidate, run.stages)
+    text = f"{report.reference:.4g} in FP32, {report.candidate:.4g} in {plan.spec_file.spec.precision.type}"
+    run.stages.tell(Event("done", "accuracy", text, seconds=time.perf_counter() - start))
+    return AccuracyRecord(
+        metric=accuracy.metric,
+        data_digest=run.memo.digest(accuracy.data),
+        num_samples=report.num_samples,
+        reference=report.reference,
+        candidate=report.candidate,
+        drop_at_most=report.drop_at_most,
+        confidence=report.confidence,
+        allowed=report.allowed,
+    )
+
+
+def _parity_record(report: ParityReport) -> ParityRecord:
+    """The report in short; one that failed has ended the run."""
+    closest = [
+        (output.verdict.closest, output.name, point.label)
+        for point in report.points
+        for output in point.outputs
+        if output.verdict.closest
+    ]
+    worst = max(closest, key=lambda entry: entry[0].excess, default=None)
+    return ParityRecord(
+        stage=report.stage,  # type: ignore[arg-type]
+        verdict="passed" if report.verdict == "passed" else "not_run",
+        reason=report.reason,
+        reference=report.reference.name if report.reference else None,
+        candidate=report.candidate.name if report.candidate else None,
+        num_points=sum(point.not_run is None for point in report.points),
+        tightest=f"{worst[1]} at {worst[2]}: {worst[0]}" if worst else None,
+    )
+
+
+def _export_record(spec_file: SpecFile, exported: Exported | None) -> ExportRecord | None:
+    torch = spec_file.spec.model.torch
+    if exported is None or torch is None:
+        return None
+    report = exported.report
+    return ExportRecord(
+        callable=torch.callable, torch=report.torch_version, exporter=report.exporter, notes=report.notes
+    )
+
+
 def _check_profiles(plan: Plan, run: Run) -> tuple[PointCheck, ...]:
     spec_file = plan.spec_file
     index_of = {profile.name: index for index, profile in enumerate(plan.profiles)}
@@ -390,14 +678,15 @@ def _check_profiles(plan: Plan, run: Run) -> tuple[PointCheck, ...]:
     def compute() -> tuple[Any, dict[str, Path]]:
         from trtforge.shapes.profile_check import check_profiles  # noqa: PLC0415 - loads onnxruntime
 
-        checks = check_profiles(
-            plan.graph,
-            plan.profiles,
-            spec_file.spec.inputs,
-            failures_dir=failures_dir,
-            where=lambda profile, _point: spec_file.where("profiles", index_of[profile]),
-            on_point=lambda profile, point: run.stages.tell(Event("step", "profile check", f"{profile}, {point}")),
-        )
+        with _unchanged_model(plan, run):
+            checks = check_profiles(
+                plan.graph,
+                plan.profiles,
+                spec_file.spec.inputs,
+                failures_dir=failures_dir,
+                where=lambda profile, _point: spec_file.where("profiles", index_of[profile]),
+                on_point=lambda profile, point: run.stages.tell(Event("step", "profile check", f"{profile}, {point}")),
+            )
         return to_plain(tuple[PointCheck, ...], checks), {}
 
     def describe(plain: Any) -> tuple[str, ...]:
@@ -417,20 +706,27 @@ def _label(unit: BuildUnit) -> str:
     return f"build {unit.gpu}"
 
 
-def _build_units(plan: Plan, run: Run, jobs: int | None) -> tuple[list[BuiltUnit], list[MissingTarget]]:
+def _build_units(plan: Plan, graph: Graph, run: Run, jobs: int | None) -> tuple[list[BuiltUnit], list[MissingTarget]]:
     """Every engine that can be built here, several at once, and those whose build ended with an error."""
     units = [planned for planned in plan.units if not planned.missing]
     with ThreadPoolExecutor(max_workers=jobs or min(MAX_JOBS, os.cpu_count() or 1)) as threads:
-        results = list(threads.map(lambda planned: _build_or_fail(planned, plan, run), units))
+        try:
+            results = list(threads.map(lambda planned: _build_or_fail(planned, plan, graph, run), units))
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            end_workers()
+            raise
     built = [result for result in results if isinstance(result, BuiltUnit)]
     failed = [entry for result in results if not isinstance(result, BuiltUnit) for entry in result]
     return built, failed
 
 
-def _build_or_fail(planned: PlannedUnit, plan: Plan, run: Run) -> BuiltUnit | list[MissingTarget]:
+def _build_or_fail(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> BuiltUnit | list[MissingTarget]:
     unit = planned.unit
     try:
-        return _build_unit(planned, plan, run)
+        return _build_unit(planned, plan, graph, run)
+    except StoreError:
+        raise  # a full disk is not this target's own
     except TrtForgeError as error:
         run.stages.tell(Event("done", _label(unit), f"no engine: {error.problems[0].summary}"))
         return [
@@ -439,20 +735,23 @@ def _build_or_fail(planned: PlannedUnit, plan: Plan, run: Run) -> BuiltUnit | li
         ]
 
 
-def _build_unit(planned: PlannedUnit, plan: Plan, run: Run) -> BuiltUnit:
+def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> BuiltUnit:
     unit, spec_file = planned.unit, plan.spec_file
 
     def compute() -> tuple[Any, dict[str, Path]]:
-        work_dir = run.work_dir / unit.identifier
-        work_dir.mkdir()
+        work_dir = run.stages.store.new_folder(unit.identifier)
         limit = spec_file.spec.build_timeout
         on_event = _forward(_label(unit), run.stages)
         try:
-            engine = BACKENDS[unit.backend].build(unit, plan.graph, work_dir, on_event, limit)
+            with _unchanged_model(plan, run):
+                engine = BACKENDS[unit.backend].build(unit, graph, work_dir, on_event, limit)
         except BuildError as error:
             raise _with_reproduction(error, unit, work_dir, run.stages.store) from error
-        _refuse_changed_model(plan, run)
-        plain = {"engine": to_plain(BuiltEngine, engine), "host": to_plain(HostRecord, host_record(plan.facts))}
+        # The path is of this machine and this run; whoever reads the record has the blob's.
+        plain = {
+            "engine": to_plain(BuiltEngine, replace(engine, path=Path())),
+            "host": to_plain(HostRecord, host_record(plan.facts)),
+        }
         return plain, {"engine": engine.path}
 
     def describe(plain: Any) -> tuple[str, ...]:
@@ -468,12 +767,11 @@ def _build_unit(planned: PlannedUnit, plan: Plan, run: Run) -> BuiltUnit:
     )
 
 
-def _with_reproduction(error: BuildError, unit: BuildUnit, work_dir: Path, store: Store) -> SeveralErrors:
+def _with_reproduction(error: BuildError, unit: BuildUnit, work_dir: Path, store: Store) -> TrtForgeError:
     """The error, pointing at the builder's log and a script that reproduces it, which are kept."""
-    kept = store.root / "failures" / unit.identifier
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.parent.mkdir(exist_ok=True)
-    shutil.move(work_dir / FOLDER, kept)
+    kept = store.keep_failure(unit.identifier, work_dir / FOLDER)
+    if kept is None:
+        return error
     line = f"log, and a script that reproduces it: {kept}"
     return SeveralErrors(replace(problem, detail=(*problem.detail, line)) for problem in error.problems)
 
@@ -488,16 +786,39 @@ def _forward(label: str, stages: Stages) -> Callable[[BuildEvent], None]:
     return on_event
 
 
+@contextmanager
+def _unchanged_model(plan: Plan, run: Run) -> Iterator[None]:
+    """Around work that reads the model's files itself, whose result is what its key says only if they do not change."""
+    try:
+        yield
+    except TrtForgeError:
+        _refuse_changed_model(plan, run)  # which is why it failed
+        raise
+    _refuse_changed_model(plan, run)
+
+
 def _refuse_changed_model(plan: Plan, run: Run) -> None:
-    """A builder reads the model's files itself, so an engine is what its key says only if they did not change."""
-    graph = plan.graph
-    external = [(file.location, run.memo.digest(graph.weights_dir / file.location)) for file in graph.external_files]
-    if model_digest(run.memo.digest(graph.source), external) != graph.digest:
-        raise BuildError(
-            f"{graph.source} changed while its engines were built, so they were dropped",
-            where=plan.spec_file.where("model", "onnx"),
-            next_step="run the build again once the file is written",
-        )
+    """Compares the model's files with the graph that was ingested.
+
+    Raises:
+        BuildError: they changed, or are gone.
+    """
+    graph, digest_of = plan.graph, run.memo.digest
+    try:
+        external = [(file.location, digest_of(graph.weights_dir / file.location)) for file in graph.external_files]
+        if model_digest(digest_of(graph.source), external) == graph.digest:
+            return
+    except OSError:
+        pass  # it is gone, or being replaced
+    raise _changed_model(plan.spec_file, graph.source)
+
+
+def _changed_model(spec_file: SpecFile, source: Path) -> BuildError:
+    return BuildError(
+        f"{shown_path(source)} or a file with its weights changed during the build, so what was made of it is dropped",
+        where=spec_file.where("model", "onnx"),
+        next_step="run the build again once the file is written",
+    )
 
 
 def _refuse_warnings(spec_file: SpecFile, unit: BuildUnit, engine: BuiltEngine) -> None:
@@ -513,16 +834,17 @@ def _refuse_warnings(spec_file: SpecFile, unit: BuildUnit, engine: BuiltEngine) 
 
 def _publish(
     plan: Plan,
-    checks: tuple[PointCheck, ...],
+    evidence: Evidence,
     built: list[BuiltUnit],
     missing: list[MissingTarget],
     output_dir: Path,
     run: Run,
 ) -> tuple[Manifest, bool]:
     start = time.perf_counter()
+    _refuse_changed_model(plan, run)
     stages = run.stages
     onnxruntime = plan.facts.packages["onnxruntime"]
-    manifest = make_manifest(plan.spec_file, plan.graph, checks, built, missing, stages.done, onnxruntime)
+    manifest = make_manifest(plan.spec_file, plan.graph, evidence, built, missing, stages.done, onnxruntime)
     manifest, is_changed = publish_bundle(
         manifest,
         built,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnxruntime
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto, TypeProto
 
 from trtforge.errors import GraphError
 from trtforge.types import Graph
@@ -20,6 +22,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _PROVIDER = "CPUExecutionProvider"
 _SILENT = 4
+# Names of element types in onnxruntime's "seq(tensor(float))".
+_ELEMENT_TYPES = {name.lower(): number for name, number in TensorProto.DataType.items()}
 # Types that onnxruntime runs but does not exchange with numpy: (numpy type, same-sized carrier, ONNX type).
 _CARRIED: dict[str, tuple[np.dtype[Any], Any, int]] = {
     "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), np.uint16, TensorProto.BFLOAT16),
@@ -80,6 +84,100 @@ class ReferenceSession:
             ) from error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldValue:
+    """A value that stays in onnxruntime's memory, to go from one piece of a model to the next without a copy."""
+
+    held: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor; sequences and optionals are none."""
+        return bool(self.held.is_tensor())
+
+    @property
+    def array(self) -> Array:
+        """A tensor as an array, without a copy where onnxruntime and the type allow; good as long as this value lives."""
+        return _to_numpy(self.held)
+
+    @property
+    def num_elements(self) -> int:
+        """Of a tensor."""
+        return math.prod(self.held.shape())
+
+    def type_proto(self, *, with_shape: bool) -> TypeProto:
+        """Its ONNX type."""
+        found = TypeProto()
+        if self.is_tensor:
+            found.tensor_type.elem_type = self.held.element_type()
+            if with_shape:
+                found.tensor_type.shape.SetInParent()
+                for size in self.held.shape():
+                    found.tensor_type.shape.dim.add().dim_value = size
+            return found
+        kind, _, element = self.held.data_type().removesuffix("))").partition("(tensor(")
+        element_type = _ELEMENT_TYPES[element]
+        if kind == "seq":
+            found.sequence_type.elem_type.tensor_type.elem_type = element_type
+        else:
+            found.optional_type.elem_type.tensor_type.elem_type = element_type
+        return found
+
+
+def held(array: Array) -> HeldValue:
+    """`array` for a piece of a model; bfloat16 and float8 in the types of `ml_dtypes`."""
+    return HeldValue(_to_ort(np.asarray(array)))
+
+
+class PieceSession:
+    """A piece of a model, run as `ReferenceSession` runs a whole one.
+
+    Args:
+        piece: the piece.
+        weights: initializers that the piece names as external data, in C order; used where they are, without a copy.
+        name: of the model, for messages.
+
+    Raises:
+        GraphError: onnxruntime does not load the piece; `problems[0].detail` quotes its reason in one line.
+    """
+
+    def __init__(self, piece: ModelProto, weights: Mapping[str, Array], name: str) -> None:
+        self._name = name
+        self._outputs = [output.name for output in piece.graph.output]
+        self._weights = [_to_ort(weight) for weight in weights.values()]
+        options = _plain_options()
+        # Many are alive at once: none keeps memory for itself, or threads that wait by spinning.
+        options.enable_cpu_mem_arena = False
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if weights:
+            options.add_external_initializers(list(weights), self._weights)
+        try:
+            self._session = onnxruntime.InferenceSession(piece.SerializeToString(), options, providers=[_PROVIDER])
+        except Exception as error:
+            raise self._stopped("loading", error) from error
+
+    def run(self, feeds: Mapping[str, HeldValue]) -> dict[str, HeldValue]:
+        """Runs the piece once: input name -> value to output name -> value.
+
+        Raises:
+            GraphError: onnxruntime stopped; `problems[0].detail` quotes its reason in one line.
+        """
+        try:
+            values = self._session.run_with_ort_values(
+                self._outputs, {name: value.held for name, value in feeds.items()}
+            )
+        except Exception as error:
+            raise self._stopped("running", error) from error
+        return {name: HeldValue(value) for name, value in zip(self._outputs, values, strict=True)}
+
+    def _stopped(self, doing: str, error: Exception) -> GraphError:
+        return GraphError(
+            f"onnxruntime stopped while {doing} {self._name}",
+            detail=[reason_of(error)],
+            next_step="try other sizes or values of the inputs",
+        )
+
+
 def reason_of(error: BaseException) -> str:
     """Onnxruntime's reason in one line, without its error number and the places in its own source."""
     line = " ".join(str(error).split())
@@ -87,11 +185,16 @@ def reason_of(error: BaseException) -> str:
     return re.sub(r"/onnxruntime_src/\S+:\d+ [^()]*\([^()]*\)(?: \[[^\]]*\])? ", "", line)
 
 
-def _options(graph: Graph, threads: int | None) -> Any:
+def _plain_options() -> Any:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.use_deterministic_compute = True
     options.log_severity_level = _SILENT
+    return options
+
+
+def _options(graph: Graph, threads: int | None) -> Any:
+    options = _plain_options()
     if threads is not None:
         options.intra_op_num_threads = threads
     if _has_weights_elsewhere(graph):

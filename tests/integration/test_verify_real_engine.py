@@ -112,7 +112,10 @@ def dist(tmp_path, engines) -> Path:
         hosts={"0" * 64: HostRecord(python="3", platform="linux", packages={}, driver=None, cuda=None, gpus=())},
         artifacts=artifacts,
         profile_checks=(),
-        parity=NotRun(reason="no GPU"),
+        export=None,
+        lowering=(),
+        parity=(),
+        accuracy=NotRun(reason="no metric"),
         performance=NotRun(reason="no GPU"),
         missing=(),
     )

@@ -199,14 +199,20 @@ def test_io_dtypes(refused, version, targets, dtype, reason):
         (replace(GRAPH, has_qdq=True), "precision: {type: fp32}", "QuantizeLinear"),
         (replace(GRAPH, element_types=("float16",)), "precision: {type: as_model}", None),
         (GRAPH, "precision: {type: as_model}", None),
-        (GRAPH, "precision: {type: fp16}", "does not lower graphs"),
-        (GRAPH, "precision: {type: int8}", "does not lower graphs"),
+        (GRAPH, "precision: {type: fp16}", None),
+        (GRAPH, "precision: {type: int8}", "lowers to fp16 and bf16 only"),
+        (replace(GRAPH, has_qdq=True), "precision: {type: fp16}", "carries QuantizeLinear or DequantizeLinear already"),
     ],
 )
 def test_precision(refused, graph, text, expected):
     problems = refused("1.7.1", graph, RTX, text)
     assert [expected in problem.summary for problem in problems] == [True] * (expected is not None)
     assert all("{type: as_model}" in problem.next_step for problem in problems)
+
+
+def test_keep_without_lowering_is_refused(refused):
+    (problem,) = refused("1.7.1", GRAPH, RTX, "precision: {keep: {fp32: [a]}}")
+    assert "keep has no effect with type fp32" in problem.summary
 
 
 def test_bf16_on_8_6_names_the_version_that_has_it(refused):

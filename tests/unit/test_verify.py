@@ -93,7 +93,7 @@ def test_a_bundle_as_it_was_built(tmp_path):
         ("a.engine", "header_compute_capability", "ok"),
         (None, "gpu", "not_checked"),
         (None, "tensorrt", "not_checked"),
-        (None, "parity", "not_checked"),
+        (None, "accuracy", "not_checked"),
         (None, "performance", "not_checked"),
     ]
 

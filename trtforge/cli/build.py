@@ -39,7 +39,7 @@ def build(
     if as_json:
         print_json(_json(bundle, code))
     else:
-        print_problems(failed)
+        print_problems(dict.fromkeys(failed))
         _print(bundle)
     raise typer.Exit(code)
 

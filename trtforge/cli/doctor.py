@@ -77,6 +77,7 @@ def _print(facts: MachineFacts, states: tuple[BackendState, ...], checks: tuple[
         if state.next_step:
             say(f"  next: {state.next_step}")
     for check in checks:
-        say(f"{check.verdict:<9} {check.name}: found {check.found}, expected {check.expected}  [{check.source}]")
+        say(f"{check.verdict:<9} {check.name}: found {check.found}, expected {check.expected}")
         if check.verdict == "mismatch":
+            say(f"          source: {check.source}")
             say(f"          next: {check.next_step}")

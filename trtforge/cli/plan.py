@@ -77,7 +77,8 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
     spec, graph = made.spec_file.spec, made.graph
     say(f"{spec.name}  ({shown_path(made.spec_file.path)}, sha256 {made.spec_file.digest[:12]})")
     size = shown_bytes(graph.weight_bytes)
-    _row("model", f"{shown_path(spec.model.onnx)}, opset {graph.opset}, {graph.num_nodes} nodes, {size} of weights")
+    source = shown_path(spec.model.onnx) if spec.model.onnx else "the last export of the PyTorch model"
+    _row("model", f"{source}, opset {graph.opset}, {graph.num_nodes} nodes, {size} of weights")
     _row("", f"sha256 {graph.digest}")
     for tensor in graph.inputs:
         role = graph.role(tensor.name)
@@ -92,7 +93,14 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
         for name, values in profile.values.items():
             ranges = ", ".join(f"{point} {list(getattr(values, point))}" for point in ("min", "opt", "max"))
             _row(f"profile {profile.name}", f"{name} values: {ranges}")
-    _row("precision", ", ".join(f"{name} {_word(value)}" for name, value in asdict(spec.precision).items()))
+    precision = spec.precision
+    _row("precision", f"type {precision.type}, quantization {precision.quantization}, tf32 {_word(precision.tf32)}")
+    _row("keep in FP32", ", ".join(precision.keep.fp32) or "none by name")
+    _row(
+        "parity",
+        f"{spec.parity.samples or 'no samples'}, {spec.parity.random_shapes} drawn sizes, seed {spec.parity.seed}",
+    )
+    _row("accuracy", f"{spec.accuracy.metric}, max_drop {spec.accuracy.max_drop}" if spec.accuracy else "no metric")
     for name, value in asdict(spec.builder).items():
         _row("builder", f"{name} {_word(value)}")
     _row("fail_on_warning", ", ".join(spec.fail_on_warning) or "none")

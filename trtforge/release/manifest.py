@@ -12,6 +12,7 @@ import stat
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,9 +29,8 @@ _NAME_A_MANIFEST = f"name the {MANIFEST_NAME} in an output folder"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _COPY_AGAIN = "copy the whole folder again from where it was built, or run: trtforge build SPEC"
-_STRICT = with_config(
-    ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True),
-)
+_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+_STRICT = with_config(_CONFIG)
 
 
 def _bundle_path(value: str) -> str:
@@ -250,6 +250,61 @@ class NotRun:
 
 @_STRICT
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParityRecord:
+    """One step of the model compared with the step before it."""
+
+    stage: Literal["onnx", "mended", "lowered", "engine"]
+    """Whose result was compared."""
+    verdict: Literal["passed", "not_run"]
+    """A bundle with a failed one is never written."""
+    reason: str
+    reference: str | None
+    candidate: str | None
+    num_points: Count
+    tightest: str | None
+    """The bound that was nearest to its limit, with what was found."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyRecord:
+    """The user's metric on the reference and on the candidate."""
+
+    metric: str
+    data_digest: Digest
+    num_samples: Count
+    reference: float
+    candidate: float
+    drop_at_most: float
+    """Upper bound of the drop."""
+    confidence: float
+    allowed: float
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRecord:
+    """How the ONNX file came from PyTorch."""
+
+    callable: str
+    torch: str
+    exporter: str
+    notes: tuple[str, ...]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringDecision:
+    """Why a node computes in the type it does."""
+
+    node: str
+    op: str
+    dtype: str
+    reason: str
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MissingTarget:
     """A target without an engine."""
 
@@ -282,7 +337,13 @@ class Manifest:
     """The machines that built the artifacts, by the digest of their record."""
     artifacts: tuple[Artifact, ...]
     profile_checks: tuple[ProfileCheck, ...]
-    parity: NotRun
+    export: ExportRecord | None
+    """Null where the spec names an ONNX file."""
+    lowering: tuple[LoweringDecision, ...]
+    """Nodes that stay FP32 though the spec asks for a lower type."""
+    parity: tuple[ParityRecord, ...]
+    """In the order of the steps."""
+    accuracy: AccuracyRecord | NotRun
     performance: NotRun
     missing: tuple[MissingTarget, ...]
 
@@ -309,7 +370,9 @@ def _consistent(manifest: Manifest) -> Manifest:
     return manifest
 
 
-_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Annotated[Manifest, AfterValidator(_consistent)])
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Annotated[Manifest, AfterValidator(_consistent)])
 
 
 def manifest_json(manifest: Manifest) -> str:
@@ -332,7 +395,7 @@ def manifest_json(manifest: Manifest) -> str:
     missing = tuple(sorted(manifest.missing, key=lambda target: target.identifier))
     plain = _plain(replace(manifest, artifacts=artifacts, missing=missing))
     text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    _ADAPTER.validate_json(text)
+    _adapter().validate_json(text)
     return text
 
 
@@ -347,7 +410,7 @@ def read_manifest(path: Path) -> Manifest:
     data = _parse_json(text, path)
     _check_schema_version(data, path)
     try:
-        return _ADAPTER.validate_json(text)
+        return _adapter().validate_json(text)
     except ValidationError as error:
         raise_any(_problems_of(error, path))
         raise
@@ -355,7 +418,12 @@ def read_manifest(path: Path) -> Manifest:
 
 def manifest_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a manifest."""
-    schema = _ADAPTER.json_schema()
+    # Reading the docstrings takes a tenth of a second, which every build would pay.
+    _CONFIG["use_attribute_docstrings"] = True
+    try:
+        schema = TypeAdapter(Manifest).json_schema()
+    finally:
+        del _CONFIG["use_attribute_docstrings"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "trtforge manifest"}
 
 

@@ -15,7 +15,7 @@ from trtforge.digests import file_digest
 from trtforge.errors import CapabilityError, IntegrityError, Problem, StoreError, Where
 from trtforge.gpu_models import compute_capability_number, gpu_model, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
-from trtforge.release.manifest import Artifact, Manifest, read_manifest
+from trtforge.release.manifest import AccuracyRecord, Artifact, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ class Check:
     Attributes:
         artifact: the file concerned, as the manifest names it; None for the bundle as a whole.
         name: which check: artifacts, exists, size, sha256, header_kind, header_size, header_version,
-            header_compute_capability, listed, gpu, tensorrt, target, parity or performance.
+            header_compute_capability, listed, gpu, tensorrt, target, parity, accuracy or performance.
         verdict: `not_checked` where this run cannot know.
         text: what was found, and what was expected where they differ.
         next_step: what to do about it; empty for `ok`.
@@ -129,7 +129,7 @@ def verify(
         *_gpu_checks(manifest, gpus),
         *_tensorrt_checks(groups, version, here),
         *_target_checks(manifest),
-        *_not_run_checks(manifest),
+        *_measured_checks(manifest),
     ]
     return VerifyReport(manifest_path, manifest, tuple(checks))
 
@@ -396,6 +396,13 @@ def _target_checks(manifest: Manifest) -> Iterator[Check]:
         yield Check(None, "target", verdict, text, target.next_step)
 
 
-def _not_run_checks(manifest: Manifest) -> Iterator[Check]:
-    for name, record in (("parity", manifest.parity), ("performance", manifest.performance)):
-        yield Check(None, name, "not_checked", f"{name} was not measured: {record.reason}")
+def _measured_checks(manifest: Manifest) -> Iterator[Check]:
+    for record in manifest.parity:
+        verdict: Verdict = "ok" if record.verdict == "passed" else "not_checked"
+        yield Check(None, "parity", verdict, f"{record.stage}: {record.reason}")
+    for name, measured in (("accuracy", manifest.accuracy), ("performance", manifest.performance)):
+        if isinstance(measured, AccuracyRecord):
+            text = f"{measured.metric} {measured.reference:.4g}, {measured.candidate:.4g} in the asked types"
+            yield Check(None, name, "ok", text)
+        else:
+            yield Check(None, name, "not_checked", f"{name} was not measured: {measured.reason}")

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtforge.digests import value_digest
 from trtforge.errors import Problem, SeveralErrors, SpecError, Where, closest, shown_path
-from trtforge.spec.model import DEFAULT_OUTPUT, BuildSpec
+from trtforge.spec.model import DEFAULT_OUTPUT, SPEC_CONFIG, BuildSpec
 from trtforge.spec.yaml_values import Key, Marks, read_yaml
 
 MAX_EXTENDS_DEPTH = 10
-_PATH_KEYS: tuple[Key, ...] = (("model", "onnx"), ("output",))
+_PATH_KEYS: tuple[Key, ...] = (("model", "onnx"), ("parity", "samples"), ("accuracy", "data"), ("output",))
 _SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -70,7 +70,12 @@ def load_spec(path: Path) -> SpecFile:
 
 def spec_schema() -> dict[str, Any]:
     """The JSON Schema of a spec file, for editors. `configs/spec.schema.json` is this, tested equal."""
-    schema = _adapter().json_schema()
+    # Reading the docstrings takes a tenth of a second, which every build would pay.
+    SPEC_CONFIG["use_attribute_docstrings"] = True
+    try:
+        schema = TypeAdapter(BuildSpec).json_schema()
+    finally:
+        del SPEC_CONFIG["use_attribute_docstrings"]
     required = schema.pop("required")
     schema["properties"]["extends"] = {
         "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],

@@ -20,7 +20,8 @@ BLANK = "FILL_IN"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE_TEXT = re.compile(r"[0-9]{1,19}(x[0-9]{1,19})*")
 _INT64_MAX = 2**63 - 1
-_FORBID = with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False))
+SPEC_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
+_FORBID = with_config(SPEC_CONFIG)
 
 
 class WrittenInt(int):
@@ -109,6 +110,8 @@ Size = Annotated[int, Field(ge=0, le=_INT64_MAX), BeforeValidator(_size)]
 StreamCount = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_size)]
 Mebibytes = Annotated[int, Field(ge=1, le=_INT64_MAX >> 20), BeforeValidator(_size)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_number)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Bound = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 _SHAPE_SCHEMA = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _INT64_MAX}},
@@ -123,11 +126,30 @@ SpecPath = Annotated[Path, BeforeValidator(_as_written)]
 
 @_FORBID
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSource:
+    """A PyTorch model, exported to ONNX in a process of its own."""
+
+    callable: Text
+    """`file.py:function` or `module:function`, without arguments; returns model, example inputs, dynamic axes."""
+    timeout: Positive | None = None
+    """Seconds for loading, for the export, and for each run; without it, no limit."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """Where the model comes from."""
 
-    onnx: SpecPath
+    onnx: SpecPath | None = None
     """Path of the ONNX file, from the folder of the file that says so."""
+    torch: TorchSource | None = None
+    """A PyTorch model to export instead."""
+
+    def __post_init__(self) -> None:
+        """Exactly one source."""
+        if (self.onnx is None) == (self.torch is None):
+            found = "neither" if self.onnx is None else "both"
+            raise ValueError(f"found {found} of onnx and torch, expected one of them")
 
 
 @_FORBID
@@ -177,6 +199,15 @@ class ProfileSpec:
 
 @_FORBID
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Globs on node names."""
+
+    fp32: tuple[Text, ...] = ()
+    """Nodes that compute in FP32 whatever `type` says; each glob must match one."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """The types the engine computes in."""
 
@@ -184,6 +215,8 @@ class Precision:
     """`fp32` refuses a model that carries other types; `as_model` builds the types the model file has."""
     quantization: Literal["explicit", "implicit"] = "explicit"
     """`implicit` is the calibrator route of TensorRT 8.6 and 10.x."""
+    keep: Keep = field(default_factory=Keep)
+    """Nodes that stay in another type than `type`."""
     tf32: StrictBool = False
     """Let FP32 matrix products round their inputs to TF32 on Ampere and later."""
 
@@ -249,6 +282,82 @@ class TensorRtTarget:
     """What to do where this machine cannot build it."""
 
 
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How far an output may be from its reference. What is not given is the preset of the stage and the precision."""
+
+    atol: Bound | None = None
+    """Absolute part of the largest error, in units of the output."""
+    rtol: Bound | None = None
+    """Relative part, times the largest magnitude of the reference output."""
+    error_at: Literal["max", "p99.9", "p99", "p50"] | None = None
+    """Which error atol and rtol bound."""
+    min_cosine: Bound | None = None
+    min_sqnr_db: Number | None = None
+    max_norm_relative: Bound | None = None
+    min_top1: Bound | None = None
+    """Least share of rows with the same largest element; declares the output as logits."""
+    max_kl: Bound | None = None
+    """Largest Kullback-Leibler divergence in nats; declares the output as logits."""
+    min_match: Bound | None = None
+    """Least share of equal elements of an integer output."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBounds:
+    """Bounds of one output, by stage."""
+
+    onnx: Bounds | None = None
+    mended: Bounds | None = None
+    lowered: Bounds | None = None
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """How each step is compared with the one before it."""
+
+    samples: SpecPath | None = None
+    """Real inputs, npz, npy or Polygraphy's JSON, compared on besides generated ones."""
+    random_shapes: Size = 3
+    """Sizes drawn inside each profile, besides min, opt and max."""
+    seed: Size = 0
+    """Of generated inputs and drawn sizes."""
+    onnx: Bounds = field(default_factory=Bounds)
+    """The ONNX file against the PyTorch model."""
+    mended: Bounds = field(default_factory=Bounds)
+    """The mended graph against the ONNX file."""
+    lowered: Bounds = field(default_factory=Bounds)
+    """The graph in the asked types, emulated, against FP32."""
+    outputs: dict[Text, OutputBounds] = field(default_factory=dict)
+    """Output name -> its own bounds."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeDrop:
+    """A share of the reference's metric."""
+
+    relative: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """The gate on the user's own metric."""
+
+    metric: Text
+    """`file.py:function`, called as function(outputs, targets) -> float with arrays by name."""
+    data: SpecPath
+    """npz with an array for each input of the model and more for the targets; first axis the samples."""
+    max_drop: Bound | RelativeDrop
+    """Largest loss that passes, in points of the metric, or {relative: 0.01} of the reference's."""
+    scale: Positive = 1.0
+    """The metric's range: 1 for shares, 100 for percent."""
+
+
 Target = RtxTarget | TensorRtTarget
 
 
@@ -269,9 +378,11 @@ class BuildSpec:
     """Optimization profiles; needed as soon as an input is dynamic."""
     precision: Precision = field(default_factory=Precision)
     builder: BuilderSettings = field(default_factory=BuilderSettings)
+    parity: Parity = field(default_factory=Parity)
+    accuracy: Accuracy | None = None
     fail_on_warning: tuple[Word, ...] = ()
     """Globs; a builder warning that matches one is an error."""
-    build_timeout: Annotated[Number, Field(gt=0)] | None = None
+    build_timeout: Positive | None = None
     """Seconds that one engine may take; without it, no limit."""
     output: SpecPath = DEFAULT_OUTPUT
     """Folder for engines and manifest, from the folder of the file that says so."""

@@ -1,0 +1,110 @@
+"""Counts casts and FP32 islands of our FP16 lowering and of onnxruntime's converter, on the same models in one run.
+
+    python scripts/bench/lowering.py [MODEL.onnx ...]
+
+Without arguments it takes the quickstart's model and the real models under tests/models/. An island is a set of connected
+nodes that compute in FP32, in the model or one of its subgraphs. Ours is judged by structure alone, without ranges.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnxruntime.transformers.float16 import convert_float_to_float16
+
+from trtforge.precision.audit import audit, share
+from trtforge.precision.lower import lower
+from trtforge.precision.network import all_graphs
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+HEAD = f"{'model':34} {'by':12} {'seconds':>7} {'casts':>6} {'islands':>8} {'FP32 nodes':>11} {'layers in FP16':>15} checks"
+
+
+def ours(model: ModelProto) -> ModelProto:
+    """Our lowering."""
+    return lower(model, dtype="float16").model
+
+
+def peer(model: ModelProto) -> ModelProto:
+    """The converter of onnxruntime, which changes the model that it is given."""
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    converted: ModelProto = convert_float_to_float16(copied, keep_io_types=True)
+    return converted
+
+
+def casts(model: ModelProto) -> int:
+    """Number of Cast nodes, subgraphs included."""
+    return sum(node.op_type == "Cast" for graph in all_graphs(model.graph) for node in graph.node)
+
+
+def islands(model: ModelProto) -> list[int]:
+    """Number of nodes of each FP32 island."""
+    typed = onnx.shape_inference.infer_shapes(model)
+    return [size for graph in all_graphs(typed.graph) for size in _islands(graph)]
+
+
+def _islands(graph: GraphProto) -> Iterator[int]:
+    infos = (*graph.value_info, *graph.input, *graph.output)
+    high = {info.name for info in infos if info.type.tensor_type.elem_type == TensorProto.FLOAT}
+    root: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while root.setdefault(name, name) != name:
+            name = root[name]
+        return name
+
+    nodes = [node for node in graph.node if _computes(node) and high.intersection(node.output)]
+    for node in nodes:
+        for name in high.intersection([*node.input, *node.output]):
+            root[find(name)] = find(node.output[0])
+    yield from Counter(find(node.output[0]) for node in nodes).values()
+
+
+def _computes(node: NodeProto) -> bool:
+    return node.op_type not in ("Cast", "Constant", "ConstantOfShape", "If", "Loop", "Scan")
+
+
+def checked(model: ModelProto) -> str:
+    """What ONNX's checker says, in a word or two."""
+    try:
+        onnx.checker.check_model(model)
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
+        return " ".join(str(error).split())[:60]
+    return "passed"
+
+
+def row(path: Path, name: str, convert: Callable[[ModelProto], ModelProto]) -> str:
+    """One line of the table."""
+    model = onnx.load(path)
+    start = time.perf_counter()
+    try:
+        result = convert(model)
+        seconds = time.perf_counter() - start
+        sizes = islands(result)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
+        return f"{path.stem:34} {name:12} {' '.join(str(error).split())[:90]}"
+    part = share(audit(result, {}), "float16").layers
+    numbers = f"{seconds:7.2f} {casts(result) - casts(model):6} {len(sizes):8} {sum(sizes):11} {part:15.0%}"
+    return f"{path.stem:34} {name:12} {numbers} {checked(result)}"
+
+
+def main(paths: list[Path]) -> None:
+    """Prints the table."""
+    print(HEAD)
+    for path in paths:
+        print(row(path, "trtforge", ours))
+        print(row(path, "onnxruntime", peer))
+
+
+if __name__ == "__main__":
+    given = [Path(argument) for argument in sys.argv[1:]]
+    main(given or [ROOT / "configs" / "models" / "digits.onnx", *sorted((ROOT / "tests" / "models").rglob("*.onnx"))])

@@ -1,0 +1,1 @@
+"""Parity: whether a transformed model still computes what the one before it computed, and by how much it does not."""

@@ -1,0 +1,307 @@
+"""The stages that change the model and compare each change with what was before: export, mending, lowering, accuracy.
+
+Python that a spec names runs here, in a process of its own; so `plan` uses nothing of this module but keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+
+from trtforge.errors import GraphError, ParityError, SeveralErrors
+from trtforge.events import Event
+from trtforge.files import commit, explained, write_aside
+from trtforge.graph.export import ExportReport, ExportRun, export_torch
+from trtforge.graph.ingest import ingest
+from trtforge.graph.model_file import INLINE_LIMIT_BYTES
+from trtforge.parity.accuracy import AccuracyReport, MaxDrop, accuracy_gate
+from trtforge.parity.report import ParityReport, RunnerFacts, concluded, not_run
+from trtforge.parity.samples import Sample, open_samples
+from trtforge.parity.staged import Array, OnnxRunner, ParityInput, compare_stage, parity_inputs
+from trtforge.parity.tolerances import PRESETS, Precision, Stage, Tolerance, resolve_tolerances
+from trtforge.precision.audit import audit, share
+from trtforge.precision.emulate import emulated
+from trtforge.precision.lower import Decision, lower
+from trtforge.precision.policy import KeepRules
+from trtforge.precision.ranges import observe_ranges
+from trtforge.reference import ReferenceSession
+from trtforge.shapes.inputs import generate_at
+from trtforge.spec.load import SpecFile
+from trtforge.spec.model import Bounds, RelativeDrop
+from trtforge.stages import Stages
+from trtforge.types import POINTS, Graph, Profile, Shape
+
+LOW_TYPES: dict[str, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model that came from PyTorch, and how near the ONNX file is to it."""
+
+    report: ExportReport
+    parity: ParityReport
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGraph:
+    """A graph in the asked types.
+
+    Attributes:
+        decisions: what stays FP32 and why, what does not, for every node with real numbers.
+    """
+
+    graph: Graph
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A runner whose outputs are known already."""
+
+    name: str
+    facts: dict[str, str]
+    outputs: Mapping[str, Array]
+
+    def run(self, _feeds: Mapping[str, Array], /) -> Mapping[str, Array]:
+        return self.outputs
+
+
+def export(spec_file: SpecFile, opset: int, output: Path, stages: Stages) -> Exported:
+    """Exports the spec's PyTorch model and compares it with onnxruntime at the profiles' sizes.
+
+    Args:
+        spec_file: names the callable.
+        opset: the highest that every target reads.
+        output: the ONNX file.
+        stages: told what happens.
+
+    Raises:
+        TrtForgeError: see `export_torch`. A difference beyond tolerance is in the report, not raised.
+    """
+    spec = spec_file.spec
+    assert spec.model.torch is not None  # noqa: S101 - the caller looked
+    where = spec_file.where("model", "torch", "callable")
+    reports: list[ParityReport] = []
+
+    def compare(run: ExportRun) -> None:
+        tolerances = tolerances_of(spec_file, "onnx", list(run.torch_outputs))
+        label = ", ".join(f"{name} {list(shape)}" for name, shape in run.shapes.items())
+        given = ParityInput(label, run.feeds, {}, spec.parity.seed, is_drawn=False)
+        torch = _Given("torch", {}, run.torch_outputs)
+        exported = _Given("onnxruntime, as exported", {}, run.onnx_outputs)
+        reports.append(compare_stage(torch, exported, [given], tolerances, "onnx", lambda _: None))
+
+    report = export_torch(
+        spec.model.torch.callable,
+        spec_file.marks[("model", "torch", "callable")].path.resolve().parent,
+        output,
+        opset=opset,
+        work_dir=output.parent / "ingested",
+        inputs_at=lambda graph, shapes: generate_at(graph, shapes, {}, spec.inputs, spec.parity.seed),
+        shapes_to_check=_written_shapes(spec_file),
+        on_run=compare,
+        on_event=lambda text: stages.tell(Event("step", "export", text)),
+        timeout_seconds=spec.model.torch.timeout,
+        where=where,
+    )
+    points = [point for one in reports for point in one.points]
+    torch_facts = RunnerFacts("torch", {"torch": report.torch_version, "exporter": report.exporter})
+    onnx_facts = RunnerFacts("onnxruntime, as exported", {})
+    parity = concluded("onnx", torch_facts, onnx_facts, points, reports[0].tolerances)
+    return Exported(report, parity)
+
+
+def _written_shapes(spec_file: SpecFile) -> list[dict[str, Shape]]:
+    """min, opt and max of every profile, as far as the spec spells them out."""
+    found = []
+    for profile in spec_file.spec.profiles:
+        for point in POINTS:
+            shapes = {name: getattr(entry, point) for name, entry in profile.inputs.items()}
+            if shapes and all(shapes.values()) and shapes not in found:
+                found.append(shapes)
+    return found
+
+
+def tolerances_of(spec_file: SpecFile, stage: Stage, outputs: Iterable[str]) -> dict[str, Tolerance]:
+    """The tolerance of every output at a stage: the spec's bounds over the preset.
+
+    Raises:
+        SeveralErrors: the spec names an output that the model does not have.
+    """
+    spec = spec_file.spec
+    precision: Precision = "tf32" if spec.precision.tf32 and spec.precision.type == "fp32" else "fp32"
+    if spec.precision.type in ("fp16", "bf16", "int8", "fp8"):
+        precision = spec.precision.type
+    default = _bounded(PRESETS[stage][precision], getattr(spec.parity, stage, None))
+    overrides = {name: _bounded(default, getattr(bounds, stage, None)) for name, bounds in spec.parity.outputs.items()}
+    try:
+        return resolve_tolerances(outputs, default, overrides)
+    except SeveralErrors as error:
+        where = spec_file.where("parity", "outputs")
+        raise SeveralErrors(replace(problem, where=where) for problem in error.problems) from None
+
+
+def _bounded(preset: Tolerance, bounds: Bounds | None) -> Tolerance:
+    if bounds is None:
+        return preset
+    given = {field.name: getattr(bounds, field.name) for field in fields(bounds)}
+    return replace(preset, **{name: value for name, value in given.items() if value is not None})
+
+
+def inputs_of(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...]) -> Iterator[ParityInput]:
+    """The user's samples, and generated inputs over every profile."""
+    parity = spec_file.spec.parity
+    samples: Iterable[Sample] = open_samples(parity.samples, graph) if parity.samples else ()
+    return parity_inputs(
+        graph, profiles, spec_file.spec.inputs, samples, num_random=parity.random_shapes, seed=parity.seed
+    )
+
+
+def compare_mended(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], stages: Stages) -> ParityReport:
+    """The mended graph against the file as it was given."""
+    if graph.path == graph.source:
+        return not_run("mended", "the file is built as it is, nothing was mended")
+    original = replace(graph, path=graph.source)
+    try:
+        reference = OnnxRunner("onnxruntime, as given", ReferenceSession(original))
+    except GraphError as error:
+        return not_run("mended", f"the file as given does not run: {error.problems[0].detail[0]}")
+    candidate = OnnxRunner("onnxruntime, mended", ReferenceSession(graph))
+    tolerances = tolerances_of(spec_file, "mended", [tensor.name for tensor in graph.outputs])
+    return compare_stage(
+        reference,
+        candidate,
+        inputs_of(spec_file, graph, profiles),
+        tolerances,
+        "mended",
+        _teller(stages, "parity mended"),
+    )
+
+
+def lower_graph(
+    spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], folder: Path, stages: Stages
+) -> LoweredGraph:
+    """The graph in the spec's type, decided on ranges seen over samples and profiles.
+
+    Args:
+        spec_file: names the type and what to keep.
+        graph: the model in FP32.
+        profiles: whose sizes generated inputs have.
+        folder: where the lowered file goes.
+        stages: told what happens.
+
+    Raises:
+        SeveralErrors: a glob of `keep` matches no node.
+        GraphError: the lowered model is too large for one file.
+    """
+    spec = spec_file.spec
+    stages.tell(Event("step", "lower", "observing ranges"))
+    given = inputs_of(spec_file, graph, profiles)
+    ranges = observe_ranges(graph, (entry.feeds for entry in given if not entry.is_drawn))
+    stages.tell(Event("step", "lower", "choosing types"))
+    model = onnx.load(graph.path, load_external_data=False)
+    dtype = LOW_TYPES[spec.precision.type]
+    try:
+        lowered = lower(
+            model,
+            dtype=dtype,
+            keep=KeepRules(spec.precision.keep.fp32),
+            ranges=ranges,
+            weights_dir=graph.weights_dir,
+        )
+    except SeveralErrors as error:
+        where = spec_file.where("precision", "keep", "fp32")
+        raise SeveralErrors(replace(problem, where=problem.where or where) for problem in error.problems) from None
+    path = folder / "lowered.onnx"
+    if lowered.model.ByteSize() > INLINE_LIMIT_BYTES:
+        raise GraphError(
+            f"the model in {spec.precision.type} is larger than {INLINE_LIMIT_BYTES} bytes, the most for one file",
+            where=spec_file.where("precision", "type"),
+            next_step="export the model in that type with external data, and write precision: {type: as_model}",
+        )
+    _save(lowered.model, path)
+    shapes = {name: shape.opt for profile in profiles[:1] for name, shape in profile.shapes.items()}
+    found = share(audit(lowered.model, shapes), dtype)
+    kept = sum(decision.dtype == "float32" for decision in lowered.decisions)
+    notes = (
+        f"{found.layers:.0%} of weighted layers in {dtype}, {lowered.num_casts} casts, {kept} nodes in float32",
+        *lowered.notes,
+    )
+    return LoweredGraph(ingest(path, folder, where=spec_file.where("model")), lowered.decisions, notes)
+
+
+def compare_lowered(
+    spec_file: SpecFile, graph: Graph, lowered: Graph, profiles: tuple[Profile, ...], folder: Path, stages: Stages
+) -> ParityReport:
+    """The lowered graph, with every value rounded as its type rounds, against FP32."""
+    candidate = emulation_of(lowered, folder)
+    tolerances = tolerances_of(spec_file, "lowered", [tensor.name for tensor in graph.outputs])
+    return compare_stage(
+        OnnxRunner("onnxruntime, FP32", ReferenceSession(graph)),
+        candidate,
+        inputs_of(spec_file, graph, profiles),
+        tolerances,
+        "lowered",
+        _teller(stages, "parity lowered"),
+    )
+
+
+def emulation_of(lowered: Graph, folder: Path) -> OnnxRunner:
+    """Runs a lowered graph as a GPU rounds it. onnxruntime on the CPU computes FP16 in FP32 and hides overflow."""
+    path = folder / "emulated.onnx"
+    _save(emulated(onnx.load(lowered.path)), path)
+    return OnnxRunner("onnxruntime, emulated", ReferenceSession(replace(lowered, path=path)))
+
+
+def _save(model: onnx.ModelProto, path: Path) -> None:
+    with explained(path.parent, model.ByteSize(), "name another folder with --store"):
+        commit(write_aside(path.parent, BytesIO(model.SerializeToString()))[0], path)
+
+
+def check_accuracy(spec_file: SpecFile, graph: Graph, candidate: OnnxRunner, stages: Stages) -> AccuracyReport:
+    """The user's metric on FP32 and on the candidate.
+
+    Raises:
+        ParityError: the drop is too large, or the evaluation set too small to say that it is not.
+    """
+    accuracy = spec_file.spec.accuracy
+    assert accuracy is not None  # noqa: S101 - the caller looked
+    drop = accuracy.max_drop
+    where = spec_file.where("accuracy")
+    report = accuracy_gate(
+        accuracy.metric,
+        spec_file.marks[("accuracy", "metric")].path.resolve().parent,
+        accuracy.data,
+        graph,
+        OnnxRunner("onnxruntime, FP32", ReferenceSession(graph)),
+        candidate,
+        MaxDrop(drop.relative, is_relative=True) if isinstance(drop, RelativeDrop) else MaxDrop(drop),
+        where=where,
+        scale=accuracy.scale,
+        on_phase=lambda text: stages.tell(Event("step", "accuracy", text)),
+    )
+    found = f"{accuracy.metric} is {report.candidate:.4g}, {report.reference:.4g} in FP32"
+    if report.verdict == "failed":
+        raise ParityError(
+            f"{found}, by {report.drop:.4g}; max_drop allows {report.allowed:.4g}",
+            where=where,
+            next_step="keep more nodes in FP32 (precision.keep.fp32), or raise max_drop",
+        )
+    if report.verdict == "undecided":
+        raise ParityError(
+            f"{found}, and with {report.num_samples} samples the true drop may be {report.drop_at_most:.2g}; "
+            f"max_drop allows {report.allowed:.4g}",
+            where=where,
+            next_step=f"evaluate on {report.num_samples_needed} samples or more",
+        )
+    return report
+
+
+def _teller(stages: Stages, label: str) -> Any:
+    return lambda point: stages.tell(Event("step", label, point))

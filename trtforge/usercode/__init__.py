@@ -1,0 +1,1 @@
+"""Runs Python that a spec names, in a process of its own."""
