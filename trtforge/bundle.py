@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trtforge
 from trtforge.digests import value_digest
-from trtforge.errors import Problem, TrtForgeError
+from trtforge.errors import Problem, StoreError, TrtForgeError, shown_path
 from trtforge.machine import MachineFacts
 from trtforge.release import manifest as released
 from trtforge.release.output import publish
@@ -172,8 +172,11 @@ def publish_bundle(
         output_dir: folder of the bundle, made if needed.
         digest_of: SHA-256 of a file; may remember files that have not changed since.
         warn: told about an earlier manifest that cannot be read.
+
+    Raises:
+        StoreError: the folder holds something else, or cannot be written.
     """
-    previous = _previous(output_dir, warn)
+    previous = _previous(output_dir, manifest.name, warn)
     whole = _whole(previous, output_dir, digest_of) if previous else ()
     if previous:
         manifest = released.merge(replace(previous, artifacts=whole), manifest, planned)
@@ -194,15 +197,31 @@ def _is_same(previous: released.Manifest, manifest: released.Manifest) -> bool:
     return released.manifest_json(timed) == released.manifest_json(previous)
 
 
-def _previous(output_dir: Path, warn: Callable[[str], None]) -> released.Manifest | None:
+def _previous(output_dir: Path, name: str, warn: Callable[[str], None]) -> released.Manifest | None:
+    """The manifest of an earlier build of the same spec.
+
+    Raises:
+        StoreError: the folder holds another bundle, or a manifest.json that is none of trtforge's.
+    """
     path = output_dir / released.MANIFEST_NAME
     if not path.exists():
         return None
     try:
-        return released.read_manifest(path)
+        previous = released.read_manifest(path)
     except TrtForgeError as error:
+        if b'"schema_version"' not in path.read_bytes()[:4096]:
+            raise StoreError(
+                f"{shown_path(path)} is no manifest of trtforge, and would be overwritten",
+                next_step=f"build into another folder: --output {shown_path(output_dir)}/{name}",
+            ) from None
         warn(f"the earlier manifest is replaced: {error.problems[0].summary}")
         return None
+    if previous.name != name:
+        raise StoreError(
+            f"{shown_path(output_dir)} holds the bundle '{previous.name}', whose engines would be removed",
+            next_step=f"build into a folder of its own: --output {shown_path(output_dir)}/{name}",
+        )
+    return previous
 
 
 def _whole(

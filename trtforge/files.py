@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from io import BufferedIOBase
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,6 +50,17 @@ def commit(aside: Path, final: Path) -> None:
     """Gives a file of `write_aside` its name, by one rename in the same folder or file system, and makes that last."""
     aside.replace(final)
     folder_to_disk(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    data = text.encode()
+    with explained(path.parent, len(data), f"ls -ld {path.parent}"):
+        commit(write_aside(path.parent, BytesIO(data))[0], path)
 
 
 def folder_to_disk(folder: Path) -> None:

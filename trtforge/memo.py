@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
+import stat
 import time
 from dataclasses import dataclass
 from io import BytesIO
@@ -43,6 +45,8 @@ class DigestMemo:
             OSError: the file cannot be read.
         """
         before = path.stat()
+        if not stat.S_ISREG(before.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         if known := self._entries().get(_key(before)):
             return known
         digest = file_digest(path)

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -150,13 +150,13 @@ def open_run(spec_path: Path, store_path: Path | None, report: Report) -> Iterat
         yield Run(stages, memo)
 
 
-def read_model(spec_path: Path) -> tuple[SpecFile, Graph]:
+def read_model(spec_path: Path, store_path: Path | None) -> tuple[SpecFile, Graph]:
     """A spec and its checked model, with nothing decided about targets. Runs no Python of the spec.
 
     Raises:
         TrtForgeError: all problems of the first of the two that has any.
     """
-    with open_run(spec_path, None, lambda _event: None) as run:
+    with open_run(spec_path, store_path, lambda _event: None) as run:
         spec_file = load_spec(spec_path)
         rows = _capabilities(spec_file, machine_facts())
         source, _ = _source(spec_file, rows, run, may_export=False)
@@ -180,8 +180,12 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     rows = _capabilities(spec_file, facts)
     source, exported = _source(spec_file, rows, run, may_export=may_export)
     graph = _ingest(spec_file, source, run)
-    profiles = resolve_profiles(spec_file, graph)
-    raise_any(problem for index, row in enumerate(rows) for problem in refusals(spec_file, index, graph, row))
+    refused = [problem for index, row in enumerate(rows) for problem in refusals(spec_file, index, graph, row)]
+    try:
+        profiles = resolve_profiles(spec_file, graph)
+    except TrtForgeError as error:
+        raise SeveralErrors([*error.problems, *refused]) from None
+    raise_any(refused)
     noted = dict.fromkeys(
         problem for index, row in enumerate(rows) for problem in warnings(spec_file, index, graph, row)
     )
@@ -189,13 +193,19 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
         run.stages.tell(Event("warning", "plan", problem.summary))
     check_key = _check_key(spec_file, graph, profiles, facts)
     lower_key = _lower_key(spec_file, check_key, run) if spec.precision.type in ("fp16", "bf16") else None
-    units = []
+    units: list[PlannedUnit] = []
     for index, target in enumerate(spec.targets):
         reason = _missing_reason(spec_file, index, target, facts)
         for gpu in target.gpus:
             unit = _unit(spec_file, target, gpu, _version(target, facts), graph, profiles)
             skipped = target.when_missing == "skip"
             missing = MissingTarget(unit.identifier, gpu, target.backend, skipped, reason) if reason else None
+            if unit.identifier in {planned.unit.identifier for planned in units}:
+                raise CapabilityError(
+                    f"GPU '{gpu}' stands in two targets that mean the same engine, {unit.identifier}",
+                    where=spec_file.where("targets", index, "gpus"),
+                    next_step="remove one",
+                )
             units.append(PlannedUnit(unit, _unit_key(unit, spec.precision.quantization, lower_key), missing))
     return Plan(spec_file, graph, profiles, tuple(units), check_key, lower_key, exported, tuple(noted), facts)
 
@@ -267,10 +277,14 @@ def build(
         output_dir = output or plan.spec_file.spec.output
         missing = [planned.missing for planned in plan.units if planned.missing]
         if len(missing) == len(plan.units):
-            raise SeveralErrors(dict.fromkeys(entry.problem for entry in missing))
+            raise SeveralErrors(
+                replace(problem, summary=f"nothing of this spec can be built here: {problem.summary}")
+                for problem in dict.fromkeys(entry.problem for entry in missing)
+            )
         waiting = Event("warning", "publish", f"another build writes {output_dir}; waiting for it")
-        with output_lock(output_dir, on_wait=lambda: run.stages.tell(waiting)):
-            check_output(output_dir)
+        locks = run.stages.store.root / "locks"
+        lock = output_lock(output_dir, on_wait=lambda: run.stages.tell(waiting), fallback=locks)
+        with lock, _kept_if_filled(output_dir):
             checks = _check_profiles(plan, run)
             graph, evidence = _prove(plan, checks, run)
             built, failed = _build_units(plan, graph, run, jobs)
@@ -289,6 +303,20 @@ def build(
         time.perf_counter() - start,
         sum(seconds for entry in new for part, seconds in entry.engine.seconds.items() if part != "write"),
     )
+
+
+@contextmanager
+def _kept_if_filled(output_dir: Path) -> Iterator[None]:
+    """Makes sure of the output folder before the work, and takes it away again if the work left nothing in it."""
+    is_new = not output_dir.exists()
+    try:
+        check_output(output_dir)
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                output_dir.rmdir()
+        raise
 
 
 def explain(plan: Plan, run: Run) -> dict[str, str]:
@@ -393,7 +421,9 @@ def _missing_reason(spec_file: SpecFile, index: int, target: Target, facts: Mach
     code = CapabilityError.exit_code
     if target.backend not in BACKENDS:
         text = f"trtforge {trtforge.__version__} plans targets of {target.backend} and does not build them"
-        return Problem(text, "write when_missing: skip there, or a tensorrt_rtx target", where, (), code)
+        return Problem(
+            text, "add a tensorrt_rtx target; this one may be left out with when_missing: skip", where, (), code
+        )
     if installed is None:
         return Problem(f"{target.backend} is not installed here", _INSTALL[target.backend], where, (), code)
     if target.version and not _is_version(installed, target.version):
@@ -543,6 +573,7 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
 def _mended_report(plan: Plan, run: Run) -> ParityReport:
     def compute() -> tuple[Any, dict[str, Path]]:
         from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+        from trtforge.parity.report import ParityReport  # noqa: PLC0415
 
         return to_plain(ParityReport, quality.compare_mended(plan.spec_file, plan.graph, plan.profiles, run.stages)), {}
 
@@ -624,7 +655,7 @@ def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
 
     start = time.perf_counter()
     run.stages.tell(Event("started", "accuracy"))
-    candidate = quality.emulation_of(graph, run.stages.store.new_folder("accuracy"))
+    candidate, _ = quality.emulation_of(graph, run.stages.store.new_folder("accuracy"))
     report = quality.check_accuracy(plan.spec_file, plan.graph, candidate, run.stages)
     text = f"{report.reference:.4g} in FP32, {report.candidate:.4g} in {plan.spec_file.spec.precision.type}"
     run.stages.tell(Event("done", "accuracy", text, seconds=time.perf_counter() - start))

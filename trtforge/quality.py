@@ -240,7 +240,7 @@ def compare_lowered(
     spec_file: SpecFile, graph: Graph, lowered: Graph, profiles: tuple[Profile, ...], folder: Path, stages: Stages
 ) -> ParityReport:
     """The lowered graph, with every value rounded as its type rounds, against FP32."""
-    candidate = emulation_of(lowered, folder)
+    candidate, _ = emulation_of(lowered, folder)
     tolerances = tolerances_of(spec_file, "lowered", [tensor.name for tensor in graph.outputs])
     return compare_stage(
         OnnxRunner("onnxruntime, FP32", ReferenceSession(graph)),
@@ -252,11 +252,15 @@ def compare_lowered(
     )
 
 
-def emulation_of(lowered: Graph, folder: Path) -> OnnxRunner:
-    """Runs a lowered graph as a GPU rounds it. onnxruntime on the CPU computes FP16 in FP32 and hides overflow."""
-    path = folder / "emulated.onnx"
-    _save(emulated(onnx.load(lowered.path)), path)
-    return OnnxRunner("onnxruntime, emulated", ReferenceSession(replace(lowered, path=path)))
+def emulation_of(lowered: Graph, folder: Path) -> tuple[OnnxRunner, Graph]:
+    """Runs a lowered graph as a GPU rounds it. onnxruntime on the CPU computes FP16 in FP32 and hides overflow.
+
+    Returns:
+        The runner, and the graph that it runs.
+    """
+    graph = replace(lowered, path=folder / "emulated.onnx")
+    _save(emulated(onnx.load(lowered.path)), graph.path)
+    return OnnxRunner("onnxruntime, emulated", ReferenceSession(graph)), graph
 
 
 def _save(model: onnx.ModelProto, path: Path) -> None:

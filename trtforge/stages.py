@@ -84,7 +84,8 @@ class Stages:
         notes = describe(record.result)
         with self._lock:
             self.done.append(Stage(label, key.digest, verdict, seconds, notes))
-            self.report(Event("done", label, "; ".join((verdict, *notes)), seconds=seconds))
+            shown = notes[:1] if verdict == "cached" else notes  # the rest was told when it was new
+            self.report(Event("done", label, "; ".join((verdict, *shown)), seconds=seconds))
         return record
 
     def _reason(self, label: str, key: StageKey) -> str:

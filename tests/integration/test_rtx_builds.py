@@ -533,3 +533,9 @@ def test_no_row_of_the_table_is_dead(said, engine):
     spoken += [message.text for _, damage in LOADS for message in said.on_load(damage(engine))]
     dead = [row.pattern for row in builder_log._TABLE if not any(re.search(row.pattern, text) for text in spoken)]
     assert dead == []
+
+
+def test_a_use_of_an_operator_that_no_row_knows_is_told_by_the_parser_s_words(tmp_path):
+    text = 'g (float[4] x, int64[2,1] i, float[2] u) => (float[4] y) { [s] y = ScatterND <reduction="mul"> (x, i, u) }'
+    with pytest.raises(BuildError, match=r"ScatterND \(node 's'\) is used in a way .* ScatterND with reduction is not"):
+        build(ingest(save(tmp_path, text), tmp_path), unit(), tmp_path)

@@ -20,6 +20,7 @@ ROOT = Path(trtforge.__file__).parent
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("proof",),
     ("pipeline",),
     ("quality", "bundle"),
     ("parity",),
@@ -133,7 +134,8 @@ def test_only_child_processes_import_by_a_name_they_are_given():
         return [
             call
             for call, name in names
-            if name in ("import_module", "__import__", "exec", "eval") and not isinstance([*call.args, ast.Constant(0)][0], ast.Constant)
+            if name in ("import_module", "__import__", "exec", "eval")
+            and not isinstance([*call.args, ast.Constant(0)][0], ast.Constant)
         ]
 
     assert [file for file, tree in SOURCES.items() if names_given(tree)] == ["backends/worker.py", "usercode/child.py"]

@@ -280,7 +280,7 @@ def test_no_engine_at_all(tmp_path):
 def test_missing_targets_are_told(tmp_path):
     path = bundle(tmp_path, RTX, missing=(missing("digits-fp16-t4-trt10.9.0", "failed"), missing("z", "skipped")))
     found = checks(path)
-    assert verdicts(found, "target") == [(None, "warning"), (None, "not_checked")]
+    assert verdicts(found, "target") == [(None, "failed"), (None, "not_checked")]
     assert "digits-fp16-t4-trt10.9.0 was not built: no T4 on this machine" in [check.text for check in found]
 
 

@@ -7,7 +7,7 @@ each one. Rows of the second take a GPU or another TensorRT; each names where th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
@@ -297,6 +297,14 @@ _NO_GPU_ECHO: Final = re.compile(r".*catchCudaError.*cudaError 35: .*")
 _PARSER_ECHO: Final = re.compile(r"ModelImporter\.cpp:\d+: (While parsing|--- |ERROR: |Node name: )")
 
 
+_OTHER_USE: Final = _Row(
+    rf"(UNSUPPORTED|INVALID)_NODE\w* {_AS_NODE}(?P<text>.{{1,300}})",
+    "operator {op} (node '{node}') is used in a way that TensorRT does not support: {text}",
+    "export the model so that '{node}' is not needed, or written with other operators",
+)
+"""Only where no row of the tables says more."""
+
+
 def explain(messages: Sequence[BuilderMessage]) -> list[Explanation]:
     """What `messages` mean, in their order, each cause once; empty if none is known.
 
@@ -313,7 +321,14 @@ def explain(messages: Sequence[BuilderMessage]) -> list[Explanation]:
             words = {key: value or "" for key, value in match.groupdict().items()}
             cause = row.cause.format(**words)
             found.setdefault(cause, Explanation(cause, row.next_step.format(**words), message))
-    return list(found.values())
+    return list(found.values()) or list(_other_uses(errors))
+
+
+def _other_uses(errors: Iterable[BuilderMessage]) -> Iterator[Explanation]:
+    for message in errors:
+        if match := re.search(_OTHER_USE.pattern, message.text):
+            words = match.groupdict()
+            yield Explanation(_OTHER_USE.cause.format(**words), _OTHER_USE.next_step.format(**words), message)
 
 
 def _first_match(message: BuilderMessage, messages: Sequence[BuilderMessage]) -> tuple[_Row, re.Match[str]] | None:

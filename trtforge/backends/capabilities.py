@@ -345,7 +345,7 @@ _RTX_1_7 = Capability(
         "tactic_sources=cublas_lt": f"{_RTX} has no cuBLAS kernels",
         "tactic_sources=cudnn": f"{_RTX} has no cuDNN kernels",
     },
-    unsupported_operators=_ALWAYS_UNSUPPORTED | {"DFT", "DeformConv"},
+    unsupported_operators=_ALWAYS_UNSUPPORTED | {"DFT", "DeformConv", "NonZero"},
     own_operators=_LEGACY_OPERATORS
     | {
         *("TRT_Attention", "TRT_MoE", "TRT_KVCacheUpdate", "TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"),
@@ -364,7 +364,10 @@ _RTX_1_7 = Capability(
             " CUDA_SUCCESS'; VERSION_COMPATIBLE asks for libnvinfer_lean.so.1; setHardwareCompatibilityLevel() 'is"
             " unsupported in TensorRT-RTX'"
         ),
-        "seen with tensorrt_rtx 1.7.1.116: supports_operator() over all operators of ONNX 1.23",
+        (
+            "seen with tensorrt_rtx 1.7.1.116: supports_operator() over all operators of ONNX 1.23; it says yes to NonZero,"
+            " whose import then asks for a plugin that there is not"
+        ),
         (
             "seen with tensorrt_rtx 1.7.1.116: float32, float16, bfloat16, int8, int32, int64, uint8, bool, float8e4m3fn"
             " and int4 inputs build, float64 becomes FLOAT, the other types are 'Unsupported ONNX data type'"

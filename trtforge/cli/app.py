@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
 import trtforge
-from trtforge.cli import build, doctor, init, plan, store, verify
+from trtforge.cli import build, doctor, init, parity, plan, store, verify
 from trtforge.cli.console import fail
-from trtforge.errors import CommandLineError, TrtForgeError
+from trtforge.errors import CommandLineError, StoreError, TrtForgeError
 
 # Click's own class, from whichever Click this typer carries
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 app = typer.Typer(
     name="trtforge",
     help="From one YAML build spec to released TensorRT engines, checked at every step.",
-    epilog="Exit codes: 2 spec, 3 model, 6 capability, 7 build, 8 file system, 10 integrity, 11 some targets missing,"
+    epilog="Exit codes: 2 spec, 3 model, 5 parity or accuracy, 6 capability, 7 build, 8 file system, 10 integrity, 11 some targets missing,"
     " 64 usage, 70 a bug. --traceback, anywhere, adds Python's traceback to an error.",
     no_args_is_help=True,
     add_completion=False,
@@ -42,7 +46,9 @@ def _options(
     pass
 
 
-_VERBS = {verb.__name__: verb for verb in (init.init, plan.plan, build.build, verify.verify, doctor.doctor)}
+_VERBS = {
+    verb.__name__: verb for verb in (init.init, plan.plan, parity.parity, build.build, verify.verify, doctor.doctor)
+}
 for _verb in _VERBS.values():
     app.command()(_verb)
 app.add_typer(store.verbs, name="store")
@@ -56,17 +62,42 @@ def _usage_problem(error: Exception, arguments: list[str]) -> TrtForgeError:
 def main(argv: list[str] | None = None) -> None:
     """Runs the program and exits with its code."""
     arguments = sys.argv[1:] if argv is None else argv
+    was_interrupted = False
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        code = _run(arguments)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for Python's own flush at exit
+        code = 128 + signal.SIGPIPE
+    # Python code that is interrupted inside an import or a callback raises all kinds of errors.
+    if was_interrupted or code == _INTERRUPTED:
+        typer.echo("interrupted; finished stages are kept", err=True)
+        code = _INTERRUPTED
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
     traceback = "--traceback" in arguments
     as_json = "--json" in arguments
     try:
-        code = app([word for word in arguments if word != "--traceback"], standalone_mode=False)
+        return app([word for word in arguments if word != "--traceback"], standalone_mode=False) or 0
     except UsageError as error:
-        code = fail(_usage_problem(error, arguments), as_json=as_json, traceback=traceback)
+        return fail(_usage_problem(error, arguments), as_json=as_json, traceback=traceback)
     except TrtForgeError as error:
-        code = fail(error, as_json=as_json, traceback=traceback)
+        return fail(error, as_json=as_json, traceback=traceback)
     except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        code = 130
+        return _INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        failed = StoreError(f"{place}{error.strerror or error}", next_step="mend the path or the folder named above")
+        return fail(failed, as_json=as_json, traceback=traceback)
     except Exception as error:  # noqa: BLE001 - the last resort: a bug is named as one
-        code = fail(error, as_json=as_json, traceback=traceback)
-    sys.exit(code or 0)
+        return fail(error, as_json=as_json, traceback=traceback)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtforge.cli.console import JsonOption
+from trtforge.cli.console import JsonOption, StoreOption
 
 if TYPE_CHECKING:
     from trtforge.backends.compatibility import Check
@@ -23,6 +23,7 @@ def doctor(
             "--for", help="Check the machine against this spec; exit code 6 if it does not fit.", show_default=False
         ),
     ] = None,
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is installed, which GPUs can be built for here, and what to install for the rest."""
@@ -32,7 +33,7 @@ def doctor(
 
     facts = machine_facts()
     states = backend_states(facts)
-    checks = _checks(spec, facts) if spec else ()
+    checks = _checks(spec, store, facts) if spec else ()
     mismatches = [check for check in checks if check.verdict == "mismatch"]
     code = 6 if mismatches else 0
     if as_json:
@@ -50,11 +51,11 @@ def doctor(
     raise typer.Exit(code)
 
 
-def _checks(spec: Path, facts: MachineFacts) -> tuple[Check, ...]:
+def _checks(spec: Path, store: Path | None, facts: MachineFacts) -> tuple[Check, ...]:
     from trtforge.backends.compatibility import compatibility  # noqa: PLC0415
     from trtforge.pipeline import read_model  # noqa: PLC0415
 
-    spec_file, graph = read_model(spec)
+    spec_file, graph = read_model(spec, store)
     return compatibility(spec_file, graph, facts)
 
 

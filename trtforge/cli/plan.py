@@ -42,6 +42,7 @@ def _json(made: Plan, verdicts: Mapping[str, str]) -> dict[str, Any]:
     spec, graph = made.spec_file.spec, asdict(made.graph)
     return {
         "ok": True,
+        "exit_code": 0,
         "spec": {"path": made.spec_file.path, "digest": made.spec_file.digest, "values": asdict(spec)},
         "graph": {name: value for name, value in graph.items() if name not in ("path", "weights_dir", "operators")},
         "profiles": [asdict(profile) for profile in made.profiles],

@@ -38,9 +38,11 @@ def verify(
         if check.next_step and check.verdict in ("failed", "warning"):
             say(f"{'':<11} next: {check.next_step}")
     failed = len(report.problems)
+    warned = sum(check.verdict == "warning" for check in report.checks)
+    warnings = f", {warned} warnings" if warned else ""
     say(
-        f"{failed} failed of {len(report.checks)} checks"
+        f"{failed} failed of {len(report.checks)} checks{warnings}"
         if failed
-        else f"all {len(report.checks)} checks passed or not due"
+        else f"all {len(report.checks)} checks passed or not due{warnings}"
     )
     raise typer.Exit(code)

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -74,7 +74,9 @@ def publish(output_dir: Path, engines: Mapping[str, Path], manifest_text: str, *
             remove_leftovers(output_dir)
 
 
-def output_lock(output_dir: Path, *, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
+def output_lock(
+    output_dir: Path, *, on_wait: Callable[[], None], fallback: Path | None = None
+) -> AbstractContextManager[None]:
     """Holds the only lock of `output_dir` on this machine; a second process of the same user waits.
 
     The lock file lies in the user's cache folder, because the output folder is handed to others.
@@ -82,9 +84,15 @@ def output_lock(output_dir: Path, *, on_wait: Callable[[], None]) -> AbstractCon
     Args:
         output_dir: need not exist. Two paths to one folder are one lock.
         on_wait: called once, before waiting, if another process holds the lock.
+        fallback: folder for the lock file where the user's cache folder cannot be written.
 
     Raises:
         StoreError: the lock file cannot be written.
     """
     name = hashlib.sha256(os.fsencode(os.path.realpath(output_dir))).hexdigest()
-    return locked(user_cache_path("trtforge") / "locks" / f"{name}.lock", on_wait=on_wait)
+    folder = user_cache_path("trtforge") / "locks"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if fallback and not os.access(folder, os.W_OK):
+        folder = fallback
+    return locked(folder / f"{name}.lock", on_wait=on_wait)

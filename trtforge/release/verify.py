@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trtforge.digests import file_digest
-from trtforge.errors import CapabilityError, IntegrityError, Problem, StoreError, Where
+from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, Problem, StoreError, Where
 from trtforge.gpu_models import compute_capability_number, gpu_model, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
 from trtforge.release.manifest import AccuracyRecord, Artifact, Manifest, read_manifest
@@ -391,9 +391,13 @@ def _version_check(artifact: Artifact, version: _Version) -> Check:
 
 def _target_checks(manifest: Manifest) -> Iterator[Check]:
     for target in manifest.missing:
-        verdict: Verdict = "warning" if target.verdict == "failed" else "not_checked"
-        text = f"{target.identifier} was {'not built' if verdict == 'warning' else 'skipped'}: {target.reason}"
-        yield Check(None, "target", verdict, text, target.next_step)
+        if target.verdict == "failed":
+            text = f"{target.identifier} was not built: {target.reason}"
+            yield Check(None, "target", "failed", text, target.next_step, PARTIAL_EXIT_CODE)
+        else:
+            yield Check(
+                None, "target", "not_checked", f"{target.identifier} was skipped: {target.reason}", target.next_step
+            )
 
 
 def _measured_checks(manifest: Manifest) -> Iterator[Check]:

@@ -95,6 +95,12 @@ def _name(value: str) -> str:
     return value
 
 
+def _version(value: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}", value):
+        raise ValueError(f"found '{value}', expected a version such as 10.9")
+    return value
+
+
 def _input_range(value: tuple[float, float]) -> tuple[float, float]:
     if value[0] > value[1]:
         raise ValueError(f"found [{value[0]:g}, {value[1]:g}], expected the lower bound first")
@@ -106,11 +112,14 @@ Text = Annotated[str, BeforeValidator(_as_written)]
 _TEXT_SCHEMA = {"type": ["string", "number"]}
 Word = Annotated[Text, WithJsonSchema(_TEXT_SCHEMA)]
 Name = Annotated[Text, AfterValidator(_name), WithJsonSchema({**_TEXT_SCHEMA, "pattern": f"^{_NAME.pattern}$"})]
+Version = Annotated[
+    Text, AfterValidator(_version), WithJsonSchema({**_TEXT_SCHEMA, "pattern": r"^[0-9]+(\.[0-9]+){0,3}$"})
+]
 Size = Annotated[int, Field(ge=0, le=_INT64_MAX), BeforeValidator(_size)]
 StreamCount = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_size)]
 Mebibytes = Annotated[int, Field(ge=1, le=_INT64_MAX >> 20), BeforeValidator(_size)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_number)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), BeforeValidator(_number)]
 Bound = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 _SHAPE_SCHEMA = {
     "anyOf": [
@@ -262,7 +271,7 @@ class RtxTarget:
     backend: Literal["tensorrt_rtx"]
     gpus: Annotated[tuple[Word, ...], Field(min_length=1)]
     """Compute capabilities, such as sm86."""
-    version: Word | None = None
+    version: Version | None = None
     """TensorRT-RTX version (1.7) the spec is meant for; without it, the installed one."""
     when_missing: Literal["fail", "skip"] = "fail"
     """What to do where this machine cannot build it."""
@@ -276,7 +285,7 @@ class TensorRtTarget:
     backend: Literal["tensorrt"]
     gpus: Annotated[tuple[Word, ...], Field(min_length=1)]
     """GPU models, such as T4 or A100."""
-    version: Word | None = None
+    version: Version | None = None
     """TensorRT version (8.6, 10.9, 11.4) the spec is meant for; without it, the installed one."""
     when_missing: Literal["fail", "skip"] = "fail"
     """What to do where this machine cannot build it."""

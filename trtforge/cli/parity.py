@@ -1,0 +1,81 @@
+"""`trtforge parity`: where a model changed on its way to the builder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle, StoreOption
+
+
+def parity(
+    spec: Annotated[Path, typer.Argument(help="The build spec.", show_default=False)],
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Name the nodes at which the first broken step parts.")
+    ] = False,
+    apply_keep: Annotated[
+        bool, typer.Option("--apply-keep", help="With --per-layer: lower again with the suggested keep lines.")
+    ] = False,
+    candidate: Annotated[
+        Path | None, typer.Option(help="An ONNX file of another tool's to compare with the spec's.", show_default=False)
+    ] = None,
+    reproduction: Annotated[
+        Path | None,
+        typer.Option(help="With --per-layer: folder for the first node at fault and its inputs.", show_default=False),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Save all figures here as JSON.", show_default=False)] = None,
+    rejudge: Annotated[
+        Path | None,
+        typer.Option(help="Judge a saved report by the spec's bounds; nothing runs.", show_default=False),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+    progress_style: ProgressOption = ProgressStyle.auto,
+) -> None:
+    """Compare every step from PyTorch or ONNX to the builder with the step before it."""
+    from trtforge import pipeline, proof  # noqa: PLC0415 - keeps --help quick
+    from trtforge.cli.console import print_json, print_problems, progress, say  # noqa: PLC0415
+    from trtforge.errors import exit_code_of  # noqa: PLC0415
+    from trtforge.files import write_text  # noqa: PLC0415
+    from trtforge.parity import bisect  # noqa: PLC0415
+    from trtforge.parity.report import lines  # noqa: PLC0415
+    from trtforge.plain import to_plain  # noqa: PLC0415
+
+    if rejudge:
+        found = proof.rejudged(rejudge, spec)
+    else:
+        with progress(progress_style, as_json=as_json) as told, pipeline.open_run(spec, store, told) as run:
+            plan = pipeline.make_plan(spec, run, may_export=True)
+            found = proof.prove(
+                plan,
+                run,
+                candidate=candidate,
+                per_layer=per_layer,
+                apply_keep=apply_keep,
+                reproduction=reproduction,
+            )
+    if report:
+        write_text(report, json.dumps([to_plain(type(one), one) for one in found.reports], indent=1))
+    code = exit_code_of(found.problems) if found.problems else 0
+    if as_json:
+        print_json({"ok": code == 0, "exit_code": code, **proof.changes_of(found)})
+        raise typer.Exit(code)
+    for one in found.reports:
+        for line in lines(one):
+            say(line)
+    if found.nodes:
+        for line in bisect.lines(found.nodes):
+            say(line)
+    if found.keep:
+        say(f"keep lines that would mend it: precision: {{keep: {{fp32: {json.dumps(list(found.keep))}}}}}")
+    if found.kept:
+        say("with these lines:")
+        for line in lines(found.kept):
+            say(line)
+    if found.subgraph:
+        say(f"the first node at fault: polygraphy run {found.subgraph[0]} --onnxrt --load-inputs {found.subgraph[1]}")
+    print_problems(found.problems)
+    raise typer.Exit(code)
