@@ -20,12 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from platformdirs import user_cache_path
 
 import trtforge
-from trtforge.backends.builder_log import matching_warnings
 from trtforge.backends.capabilities import Capability, capability, newest_version
-from trtforge.backends.protocol import BACKENDS, BuildEvent
+from trtforge.backends.protocol import BACKENDS, load_backend
 from trtforge.backends.refusals import refusals, target_compute_capability, warnings
-from trtforge.backends.reproduction import FOLDER
-from trtforge.backends.worker_process import end_workers
 from trtforge.bundle import BuiltUnit, Evidence, MissingTarget, host_record, make_manifest, publish_bundle
 from trtforge.digests import model_digest
 from trtforge.errors import (
@@ -64,6 +61,7 @@ from trtforge.store import StageKey, Store, default_store_path, open_store
 from trtforge.types import BuildUnit, BuiltEngine, Graph, Profile
 
 if TYPE_CHECKING:
+    from trtforge.backends.worker_process import BuildEvent
     from trtforge.parity.report import ParityReport
     from trtforge.quality import Exported
 
@@ -548,12 +546,12 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
     spec_file, exported = plan.spec_file, plan.exported
     records = [_parity_record(exported.parity)] if exported else []
     if plan.graph.path != plan.graph.source:
-        records.append(_parity_record(_mended_report(plan, run)))
+        records.append(_mended_record(plan, run))
     graph: Graph = plan.graph
     decisions: tuple[LoweringDecision, ...] = ()
     if plan.lower_key:
         graph, decisions = _lowered(plan, plan.lower_key, run)
-        records.append(_parity_record(_lowered_report(plan, plan.lower_key, graph, run)))
+        records.append(_lowered_record(plan, plan.lower_key, graph, run))
     records.append(
         ParityRecord(
             stage="engine",
@@ -570,34 +568,36 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
     )
 
 
-def _mended_report(plan: Plan, run: Run) -> ParityReport:
-    def compute() -> tuple[Any, dict[str, Path]]:
+def _mended_record(plan: Plan, run: Run) -> ParityRecord:
+    def compare() -> ParityReport:
         from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
-        from trtforge.parity.report import ParityReport  # noqa: PLC0415
 
-        return to_plain(ParityReport, quality.compare_mended(plan.spec_file, plan.graph, plan.profiles, run.stages)), {}
+        return quality.compare_mended(plan.spec_file, plan.graph, plan.profiles, run.stages)
 
-    return _parity_report("mended", plan, plan.check_key, compute, run)
+    return _compared("mended", plan, plan.check_key, compare, run)
 
 
-def _lowered_report(plan: Plan, lower_key: StageKey, lowered: Graph, run: Run) -> ParityReport:
-    def compute() -> tuple[Any, dict[str, Path]]:
+def _lowered_record(plan: Plan, lower_key: StageKey, lowered: Graph, run: Run) -> ParityRecord:
+    def compare() -> ParityReport:
         from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
-        from trtforge.parity.report import ParityReport  # noqa: PLC0415
 
         folder = run.stages.store.new_folder("emulated")
-        report = quality.compare_lowered(plan.spec_file, plan.graph, lowered, plan.profiles, folder, run.stages)
-        return to_plain(ParityReport, report), {}
+        return quality.compare_lowered(plan.spec_file, plan.graph, lowered, plan.profiles, folder, run.stages)
 
-    return _parity_report("lowered", plan, lower_key, compute, run)
+    return _compared("lowered", plan, lower_key, compare, run)
 
 
-def _parity_report(
-    stage: Literal["mended", "lowered"], plan: Plan, before: StageKey, compute: Callable[[], Any], run: Run
-) -> ParityReport:
+def _compared(
+    stage: Literal["mended", "lowered"], plan: Plan, before: StageKey, compare: Callable[[], ParityReport], run: Run
+) -> ParityRecord:
     """The report of a step, from the store where everything that decides it is known there; ends the run if it broke."""
-    from trtforge.parity.refusal import refuse_broken  # noqa: PLC0415 - loads numpy
-    from trtforge.parity.report import ParityReport  # noqa: PLC0415
+
+    def compute() -> tuple[Any, dict[str, Path]]:
+        from trtforge.parity.report import ParityReport  # noqa: PLC0415 - loads numpy
+
+        report = compare()
+        short = None if report.verdict == "failed" else to_plain(ParityRecord, _parity_record(report))
+        return {"report": to_plain(ParityReport, report), "short": short}, {}
 
     spec_file = plan.spec_file
     bounds = {
@@ -611,10 +611,14 @@ def _parity_report(
         _proof_parameters(spec_file, plan.check_key) | bounds,
         before.environment,
     )
-    record = run.stages.run(f"parity {stage}", key, compute, lambda plain: (plain["reason"],))
-    report: ParityReport = from_plain(ParityReport, record.result)
-    refuse_broken(report, spec_file)
-    return report
+    record = run.stages.run(f"parity {stage}", key, compute, lambda plain: (plain["report"]["reason"],))
+    if record.result["short"] is None:
+        from trtforge.parity.refusal import refuse_broken  # noqa: PLC0415 - loads numpy
+        from trtforge.parity.report import ParityReport  # noqa: PLC0415
+
+        refuse_broken(from_plain(ParityReport, record.result["report"]), spec_file)
+    short: ParityRecord = from_plain(ParityRecord, record.result["short"])
+    return short
 
 
 def _lowered(plan: Plan, key: StageKey, run: Run) -> tuple[Graph, tuple[LoweringDecision, ...]]:
@@ -745,6 +749,8 @@ def _build_units(plan: Plan, graph: Graph, run: Run, jobs: int | None) -> tuple[
             results = list(threads.map(lambda planned: _build_or_fail(planned, plan, graph, run), units))
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
+            from trtforge.backends.worker_process import end_workers  # noqa: PLC0415
+
             end_workers()
             raise
     built = [result for result in results if isinstance(result, BuiltUnit)]
@@ -775,7 +781,7 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> Bui
         on_event = _forward(_label(unit), run.stages)
         try:
             with _unchanged_model(plan, run):
-                engine = BACKENDS[unit.backend].build(unit, graph, work_dir, on_event, limit)
+                engine = load_backend(unit.backend).build(unit, graph, work_dir, on_event, limit)
         except BuildError as error:
             raise _with_reproduction(error, unit, work_dir, run.stages.store) from error
         # The path is of this machine and this run; whoever reads the record has the blob's.
@@ -800,6 +806,8 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> Bui
 
 def _with_reproduction(error: BuildError, unit: BuildUnit, work_dir: Path, store: Store) -> TrtForgeError:
     """The error, pointing at the builder's log and a script that reproduces it, which are kept."""
+    from trtforge.backends.reproduction import FOLDER  # noqa: PLC0415
+
     kept = store.keep_failure(unit.identifier, work_dir / FOLDER)
     if kept is None:
         return error
@@ -853,6 +861,10 @@ def _changed_model(spec_file: SpecFile, source: Path) -> BuildError:
 
 
 def _refuse_warnings(spec_file: SpecFile, unit: BuildUnit, engine: BuiltEngine) -> None:
+    if not spec_file.spec.fail_on_warning:
+        return
+    from trtforge.backends.builder_log import matching_warnings  # noqa: PLC0415 - loads many patterns
+
     refused = matching_warnings(engine.messages, spec_file.spec.fail_on_warning)
     if refused:
         raise BuildError(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 from pydantic import TypeAdapter
 
-T = TypeVar("T")
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes up to 0.1 s."""
+    return TypeAdapter(kind)
 
 
-def to_plain(kind: type[T] | Any, value: T) -> Any:
+def to_plain(kind: Any, value: Any) -> Any:
     """`value` as JSON values."""
-    return TypeAdapter(kind).dump_python(value, mode="json")
+    return _adapter(kind).dump_python(value, mode="json")
 
 
-def from_plain(kind: type[T] | Any, plain: Any) -> Any:
+def from_plain(kind: Any, plain: Any) -> Any:
     """The value of `kind` that `to_plain` gave as `plain`.
 
     Raises:
         ValidationError: `plain` is not of that kind.
     """
-    return TypeAdapter(kind).validate_json(json.dumps(plain))
+    return _adapter(kind).validate_json(json.dumps(plain))

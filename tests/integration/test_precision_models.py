@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from trtforge.backends import tensorrt_rtx
-from trtforge.backends.protocol import BACKENDS
+from trtforge.backends.protocol import load_backend
 from trtforge.graph.ingest import ingest
 from trtforge.precision.audit import audit, share
 from trtforge.precision.emulate import emulated
@@ -418,6 +418,6 @@ def test_tensorrt_rtx_builds_them(ingested, tmp_path, name, dtype):
         profiles=(profile,),
     )
 
-    built = BACKENDS["tensorrt_rtx"].build(unit, ingest(path, tmp_path / "again"), tmp_path, lambda _: None, 300)
+    built = load_backend("tensorrt_rtx").build(unit, ingest(path, tmp_path / "again"), tmp_path, lambda _: None, 300)
 
     assert built.size_bytes == built.path.stat().st_size > 0

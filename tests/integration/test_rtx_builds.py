@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 
 from trtforge.backends import builder_log, tensorrt_rtx, worker
 from trtforge.backends.builder_log import explain
-from trtforge.backends.protocol import BACKENDS
+from trtforge.backends.protocol import load_backend
 from trtforge.errors import BuildError, CapabilityError, GraphError, StoreError, TrtForgeError
 from trtforge.graph.ingest import ingest
 from trtforge.machine import machine_facts
@@ -76,7 +76,7 @@ def build(graph, what, folder, on_event=print, timeout=120):
     out = Path(folder) / "out"
     out.mkdir(exist_ok=True)
     try:
-        built = BACKENDS["tensorrt_rtx"].build(what, graph, out, on_event, timeout)
+        built = load_backend("tensorrt_rtx").build(what, graph, out, on_event, timeout)
     except TrtForgeError:
         assert {path.name for path in out.iterdir()} <= {"failure"}
         raise

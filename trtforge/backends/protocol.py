@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from trtforge.backends import tensorrt_rtx
-from trtforge.backends.worker_process import BuildEvent
 from trtforge.types import BuildUnit, BuiltEngine, Graph
 
-__all__ = ["BACKENDS", "Backend", "BuildEvent"]
+if TYPE_CHECKING:
+    from trtforge.backends.worker_process import BuildEvent
 
 
 class Backend(Protocol):
@@ -43,5 +42,13 @@ class Backend(Protocol):
         """
 
 
-BACKENDS: Final[dict[str, Backend]] = {tensorrt_rtx.NAME: tensorrt_rtx}
-"""`backend` in a spec's target -> module."""
+BACKENDS: Final = ("tensorrt_rtx",)
+"""`backend` of a spec's target, for those that this release builds."""
+
+
+def load_backend(name: str) -> Backend:
+    """The module of a backend in `BACKENDS`. Loaded when something is built, which most runs do not."""
+    from trtforge.backends import tensorrt_rtx  # noqa: PLC0415
+
+    backends: dict[str, Backend] = {tensorrt_rtx.NAME: tensorrt_rtx}
+    return backends[name]
