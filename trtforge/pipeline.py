@@ -1,4 +1,4 @@
-"""The stages of a build in order: spec, ingest, profiles, capability, profile check, engines, bundle.
+"""The stages of a build in order: spec, export, ingest, profiles, capability, profile check, lowering, parity, engines, bundle.
 
 Every stage that costs time goes through the store; what it needs is imported when it really runs, so that a rebuild
 with nothing changed loads neither onnx nor onnxruntime.
@@ -90,7 +90,6 @@ class Plan:
         check_key: of the profile check.
         lower_key: of the lowering; None where the graph is built in the types that it has.
         exported: the export of this run; None where the spec names an ONNX file, or nothing may run.
-        capabilities: of each backend's planned version.
         warnings: what is allowed and worth knowing.
     """
 
@@ -217,9 +216,13 @@ def _source(spec_file: SpecFile, rows: list[Capability], run: Run, *, may_export
     if spec.model.onnx is not None:
         return spec.model.onnx, None
     assert spec.model.torch is not None  # noqa: S101 - the spec has one of the two
+    from trtforge.usercode.process import parse_reference  # noqa: PLC0415 - few specs need it
+
     opset = min(row.max_opset for row in rows)
-    parameters = {"callable": spec.model.torch.callable, "opset": opset, "spec": str(spec_file.path.resolve())}
-    key = StageKey("export", _VERSIONS["export"], {}, parameters, {})
+    base_dir = spec_file.marks[("model", "torch", "callable")].path.resolve().parent
+    file = parse_reference(spec.model.torch.callable, base_dir, spec_file.where("model", "torch", "callable")).file
+    parameters = {"callable": spec.model.torch.callable, "opset": opset}
+    key = StageKey("export", _VERSIONS["export"], {"callable": run.memo.digest(file)} if file else {}, parameters, {})
     if not may_export:
         record = store.find(key)
         if record is None:
