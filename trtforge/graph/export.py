@@ -375,9 +375,10 @@ def _strip(model: ModelProto) -> None:
 
 def _collect(model: ModelProto, folder: Path, file: BinaryIO, location: str) -> None:
     """Moves weights to the end of `file`, from the model and from the exporter's own files."""
-    large = {id(tensor) for tensor in model.graph.initializer if len(tensor.raw_data) >= _SMALLEST_EXTERNAL_BYTES}
+    weights = {tensor.name for tensor in model.graph.initializer}
     for tensor in tensors(model):
-        if not is_external(tensor) and id(tensor) not in large:
+        is_large = tensor.name in weights and len(tensor.raw_data) >= _SMALLEST_EXTERNAL_BYTES
+        if not is_external(tensor) and not is_large:
             continue
         file.seek(-file.tell() % _ALIGNMENT_BYTES, os.SEEK_CUR)
         offset = file.tell()
