@@ -60,6 +60,7 @@ def write_text(path: Path, text: str) -> None:
     """
     data = text.encode()
     with explained(path.parent, len(data), f"ls -ld {path.parent}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         commit(write_aside(path.parent, BytesIO(data))[0], path)
 
 

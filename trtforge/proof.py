@@ -12,6 +12,7 @@ from typing import Any
 from trtforge import quality
 from trtforge.errors import ParityError, Problem, SpecError
 from trtforge.events import Event
+from trtforge.files import explained
 from trtforge.graph.ingest import ingest
 from trtforge.parity.bisect import BisectReport, bisect, keep_lines
 from trtforge.parity.interop import save_inputs, save_outputs
@@ -32,11 +33,12 @@ _ENGINE_NOT_RUN = "an engine runs on its GPU only"
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step that can be taken apart: both graphs, and what ran the second."""
+    """One step that can be taken apart: both graphs, and whether trtforge itself lowered the second."""
 
     report: ParityReport
     before: Graph
     after: Graph
+    is_own_lowering: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ class Proof:
         reports: of every step, in order; those that cannot run here are `not_run`.
         nodes: where the step in question parts, if that was asked.
         keep: lines for `precision.keep.fp32` that would mend a lowered graph.
-        kept: the report of the lowered graph with these lines, if that was asked.
+        kept: the report of the lowered graph with these lines, if that was asked; it stands for the lowered one's.
         subgraph: the first node at fault as a model of its own, with its inputs.
+        replaced: of `reports`, the one that `kept` stands for.
     """
 
     reports: tuple[ParityReport, ...]
@@ -56,11 +59,13 @@ class Proof:
     keep: tuple[str, ...]
     kept: ParityReport | None
     subgraph: tuple[Path, Path] | None
+    replaced: ParityReport | None = None
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         """The steps that broke, for the exit code."""
-        final = [report for report in self.reports if not (self.kept and report.stage == "lowered")]
+        # Another tool's file has the stage `lowered` too, and no line of ours mends it.
+        final = [report for report in self.reports if report is not self.replaced]
         return tuple(
             Problem(
                 f"parity broke at '{report.stage}': {report.reason}",
@@ -105,12 +110,12 @@ def prove(
     step = (broken or steps[-1:])[0]
     inputs = _telling_inputs(plan, step.report)
     nodes = _nodes(step, inputs, plan, run)
-    keep = keep_lines(nodes) if step.report.stage == "lowered" and step.report.verdict == "failed" else ()
+    keep = keep_lines(nodes) if step.is_own_lowering and step.report.verdict == "failed" else ()
     kept = None
-    if apply_keep and keep and plan.lower_key:
+    if apply_keep and keep:
         keep, kept = _mended_by_keeping(keep, plan, run)
     written = _reproduced(step, nodes, inputs, reproduction) if reproduction else None
-    return Proof(tuple(reports), nodes, keep, kept, written)
+    return Proof(tuple(reports), nodes, keep, kept, written, replaced=step.report if kept else None)
 
 
 def _mended_by_keeping(keep: tuple[str, ...], plan: Plan, run: Run) -> tuple[tuple[str, ...], ParityReport]:
@@ -156,7 +161,7 @@ def _lowered_step(spec_file: SpecFile, plan: Plan, run: Run, name: str) -> _Step
     folder = run.stages.store.new_folder(name)
     lowered = quality.lower_graph(spec_file, plan.graph, plan.profiles, folder, run.stages)
     report = quality.compare_lowered(spec_file, plan.graph, lowered.graph, plan.profiles, folder, run.stages)
-    return _Step(report, plan.graph, quality.emulation_of(lowered.graph, folder)[1])
+    return _Step(report, plan.graph, quality.emulation_of(lowered.graph, folder)[1], is_own_lowering=True)
 
 
 def _candidate_step(candidate: Path, plan: Plan, run: Run) -> _Step:
@@ -225,7 +230,8 @@ def save_for_polygraphy(plan: Plan, folder: Path) -> tuple[Path, Path]:
     Raises:
         StoreError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with explained(folder, 0, f"ls -ld {folder.parent}"):
+        folder.mkdir(parents=True, exist_ok=True)
     session = ReferenceSession(plan.graph)
     inputs = [given.feeds for given in quality.inputs_of(plan.spec_file, plan.graph, plan.profiles)]
     inputs_path, outputs_path = folder / "inputs.json", folder / "outputs.json"

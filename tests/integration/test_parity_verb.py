@@ -145,6 +145,24 @@ def test_a_fault_of_another_tool_is_found_at_its_node(tmp_path, trtforge):
     assert "classifier.bias" in out
 
 
+def test_keeping_nodes_of_ours_does_not_clear_another_tool_s_file(tmp_path, trtforge):
+    model = onnx.load(CONFIGS / "models/digits.onnx")
+    (weight,) = [tensor for tensor in model.graph.initializer if tensor.name == "classifier.bias"]
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) + np.float32(0.5), weight.name))
+    onnx.save(model, tmp_path / "other.onnx")
+    for bounds in ({}, {"lowered": {"atol": 3e-3, "rtol": 0, "max_norm_relative": 5e-4}}):
+        path = spec(tmp_path, parity=bounds)
+        code, out, _ = trtforge("parity", path, "--candidate", "other.onnx", "--apply-keep", "--json")
+        assert (code, json.loads(out)["ok"]) == (5, False), out
+    assert json.loads(out)["kept"] == "passed"
+
+
+def test_per_layer_says_when_there_is_nothing_to_compare(tmp_path, trtforge):
+    code, out, _ = trtforge("parity", spec(tmp_path, base="digits.yaml"), "--per-layer", "--report", "new/report.json")
+    assert (code, "there are no nodes to compare" in out) == (0, True), out
+    assert (tmp_path / "new/report.json").exists()
+
+
 def test_bf16_builds(tmp_path, trtforge):
     targets = [{"backend": "tensorrt_rtx", "gpus": ["sm89"]}]
     code, _, err = trtforge("build", spec(tmp_path, base="digits.yaml", precision={"type": "bf16"}, targets=targets))

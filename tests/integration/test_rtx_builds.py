@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import struct
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 
-from trtforge.backends import builder_log, tensorrt_rtx, worker
+from trtforge.backends import builder_log, worker
 from trtforge.backends.builder_log import explain
 from trtforge.backends.protocol import load_backend
 from trtforge.errors import BuildError, CapabilityError, GraphError, StoreError, TrtForgeError
@@ -23,7 +24,7 @@ from trtforge.graph.ingest import ingest
 from trtforge.machine import machine_facts
 from trtforge.types import BuilderMessage, BuildUnit, Profile, ShapeRange
 
-VERSION = tensorrt_rtx.installed_version()
+VERSION = version("tensorrt_rtx")
 SETTINGS = {
     "optimization_level": 3,
     "workspace_mib": None,

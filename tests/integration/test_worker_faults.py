@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import onnx.parser
@@ -36,7 +37,7 @@ def build(slow_graph, tmp_path):
     unit = BuildUnit(
         identifier="det-fp32-sm86",
         backend="tensorrt_rtx",
-        backend_version=tensorrt_rtx.installed_version(),
+        backend_version=version("tensorrt_rtx"),
         gpu="sm86",
         compute_capability="sm86",
         precision="fp32",
@@ -159,7 +160,7 @@ def test_parent_that_is_killed_takes_the_worker_along(slow_graph, tmp_path):
         with suppress(BaseException):
             tensorrt_rtx.build(
                 BuildUnit(
-                    *("det-fp32-sm86", "tensorrt_rtx", tensorrt_rtx.installed_version(), "sm86", "sm86", "fp32"),
+                    *("det-fp32-sm86", "tensorrt_rtx", version("tensorrt_rtx"), "sm86", "sm86", "fp32"),
                     tf32=False,
                     settings=SETTINGS,
                     graph_digest=slow_graph.digest,
@@ -196,7 +197,7 @@ def test_a_failed_build_leaves_a_log_and_a_script_that_fails_the_same_way(tmp_pa
     model.write_bytes(onnx.parser.parse_model(text).SerializeToString())
     graph = ingest(model, tmp_path)
     unit = BuildUnit(
-        "m-int8-sm86", "tensorrt_rtx", tensorrt_rtx.installed_version(), "sm86", "sm86", "int8", False, SETTINGS, "", ()
+        "m-int8-sm86", "tensorrt_rtx", version("tensorrt_rtx"), "sm86", "sm86", "int8", False, SETTINGS, "", ()
     )
     with pytest.raises(BuildError, match="zero point other than 0"):
         tensorrt_rtx.build(unit, graph, tmp_path, print, 60)

@@ -18,9 +18,6 @@ class Backend(Protocol):
     NAME: str
     """As in the spec's `targets`."""
 
-    def installed_version(self) -> str | None:
-        """Full version of the installed library, from its package metadata; None if there is none."""
-
     def build(
         self,
         unit: BuildUnit,

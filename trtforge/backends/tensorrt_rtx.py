@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -37,14 +36,6 @@ _OTHER_NETWORK: Final = {
 
 Source: seen with 1.7.1.116 on a uint8 QuantizeLinear.
 """
-
-
-def installed_version() -> str | None:
-    """Full version of the installed tensorrt_rtx ("1.7.1.116"), from its package metadata; None if there is none."""
-    try:
-        return importlib.metadata.version(NAME)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def build(

@@ -17,14 +17,16 @@ def parity(
         bool, typer.Option("--per-layer", help="Name the nodes at which the first broken step parts.")
     ] = False,
     apply_keep: Annotated[
-        bool, typer.Option("--apply-keep", help="With --per-layer: lower again with the suggested keep lines.")
+        bool, typer.Option("--apply-keep", help="Lower again with the keep lines that --per-layer suggests.")
     ] = False,
     candidate: Annotated[
         Path | None, typer.Option(help="An ONNX file of another tool's to compare with the spec's.", show_default=False)
     ] = None,
     reproduction: Annotated[
         Path | None,
-        typer.Option(help="With --per-layer: folder for the first node at fault and its inputs.", show_default=False),
+        typer.Option(
+            help="Folder for the first node at fault, as --per-layer names it, and its inputs.", show_default=False
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Save all figures here as JSON.", show_default=False)] = None,
     save: Annotated[
@@ -59,7 +61,7 @@ def parity(
                 plan,
                 run,
                 candidate=candidate,
-                per_layer=per_layer,
+                per_layer=per_layer or apply_keep or reproduction is not None,
                 apply_keep=apply_keep,
                 reproduction=reproduction,
             )
@@ -72,6 +74,8 @@ def parity(
     for one in found.reports:
         for line in lines(one):
             say(line)
+    if found.nodes is None and (per_layer or apply_keep or reproduction) and not rejudge:
+        say("per layer: no step of this spec changes the graph, so there are no nodes to compare")
     if found.nodes:
         for line in bisect.lines(found.nodes):
             say(line)
