@@ -324,8 +324,13 @@ def explain(plan: Plan, run: Run) -> dict[str, str]:
     """What a build would say of each stage: `cached`, `new`, or `stale` with the settings that changed."""
     verdicts = {stage.name: stage.verdict for stage in run.stages.done}
     verdicts["profile check"] = run.stages.verdict("profile check", plan.check_key)
+    if plan.graph.path != plan.graph.source:
+        key = _parity_key("mended", plan, plan.check_key, run)
+        verdicts["parity mended"] = run.stages.verdict("parity mended", key)
     if plan.lower_key:
         verdicts["lower"] = run.stages.verdict("lower", plan.lower_key)
+        key = _parity_key("lowered", plan, plan.lower_key, run)
+        verdicts["parity lowered"] = run.stages.verdict("parity lowered", key)
     for planned in plan.units:
         if not planned.missing:
             verdicts[_label(planned.unit)] = run.stages.verdict(_label(planned.unit), planned.key)
@@ -590,6 +595,21 @@ def _lowered_record(plan: Plan, lower_key: StageKey, lowered: Graph, run: Run) -
     return _compared("lowered", plan, lower_key, compare, run)
 
 
+def _parity_key(stage: Literal["mended", "lowered"], plan: Plan, before: StageKey, run: Run) -> StageKey:
+    spec_file = plan.spec_file
+    bounds = {
+        "bounds": asdict(getattr(spec_file.spec.parity, stage)),
+        "outputs": {name: asdict(entry) for name, entry in spec_file.spec.parity.outputs.items()},
+    }
+    return StageKey(
+        f"parity {stage}",
+        _VERSIONS["parity"],
+        {**before.inputs, **_samples_digest(spec_file, run), "before": before.digest},
+        _proof_parameters(spec_file, plan.check_key) | bounds,
+        before.environment,
+    )
+
+
 def _compared(
     stage: Literal["mended", "lowered"], plan: Plan, before: StageKey, compare: Callable[[], ParityReport], run: Run
 ) -> ParityRecord:
@@ -602,24 +622,13 @@ def _compared(
         short = None if report.verdict == "failed" else to_plain(ParityRecord, _parity_record(report))
         return {"report": to_plain(ParityReport, report), "short": short}, {}
 
-    spec_file = plan.spec_file
-    bounds = {
-        "bounds": asdict(getattr(spec_file.spec.parity, stage)),
-        "outputs": {name: asdict(entry) for name, entry in spec_file.spec.parity.outputs.items()},
-    }
-    key = StageKey(
-        f"parity {stage}",
-        _VERSIONS["parity"],
-        {**before.inputs, **_samples_digest(spec_file, run), "before": before.digest},
-        _proof_parameters(spec_file, plan.check_key) | bounds,
-        before.environment,
-    )
+    key = _parity_key(stage, plan, before, run)
     record = run.stages.run(f"parity {stage}", key, compute, lambda plain: (plain["report"]["reason"],))
     if record.result["short"] is None:
         from trtforge.parity.refusal import refuse_broken  # noqa: PLC0415 - loads numpy
         from trtforge.parity.report import ParityReport  # noqa: PLC0415
 
-        refuse_broken(from_plain(ParityReport, record.result["report"]), spec_file)
+        refuse_broken(from_plain(ParityReport, record.result["report"]), plan.spec_file)
     short: ParityRecord = from_plain(ParityRecord, record.result["short"])
     return short
 

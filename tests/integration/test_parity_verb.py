@@ -54,6 +54,15 @@ def test_fp16_build_is_typed_gated_and_recorded(tmp_path, trtforge):
     assert (code, len(re.findall("cached; ", err))) == (0, 6)
 
 
+def test_explain_names_the_parity_stages_too(tmp_path, trtforge):
+    assert trtforge("build", spec(tmp_path))[0] == 0
+    assert "parity lowered: cached" in trtforge("plan", tmp_path / "spec.yaml", "--explain")[1]
+    changed = spec(tmp_path, parity={"lowered": {"atol": 0.5}})
+    out = trtforge("plan", changed, "--explain")[1]
+    assert "parity lowered: stale, bounds.atol changed" in out
+    assert "lower: cached" in out
+
+
 def test_small_evaluation_set_cannot_pass_by_luck(tmp_path, trtforge):
     few = {name: array[:50] for name, array in np.load(CONFIGS.parent / "calib_data/digits/eval.npz").items()}
     np.savez(tmp_path / "few.npz", **few)
