@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import ml_dtypes
@@ -13,7 +14,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
-from trtforge.backends import tensorrt_rtx
 from trtforge.backends.protocol import load_backend
 from trtforge.graph.ingest import ingest
 from trtforge.precision.audit import audit, share
@@ -408,7 +408,7 @@ def test_tensorrt_rtx_builds_them(ingested, tmp_path, name, dtype):
     unit = BuildUnit(
         identifier=f"{name}-{dtype}",
         backend="tensorrt_rtx",
-        backend_version=tensorrt_rtx.installed_version(),
+        backend_version=importlib.metadata.version("tensorrt-rtx"),
         gpu="sm86",
         compute_capability="sm86",
         precision=dtype,
