@@ -234,7 +234,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(lines):
         ("profiles: [{inputs: {x: {optt: [1]}}}]", "rename it to 'opt' (allowed: max, min, opt, values)"),
         ("profiles: [{inputs: {x: {values: {mim: [1], min: 1, opt: 1, max: 1}}}}]", "rename it to 'min'"),
         ("builder: {workspace_mb: 1}", "rename it to 'workspace_mib'"),
-        ("precision: {zzz: 1}", "remove it (allowed: keep, quantization, tf32, type)"),
+        ("precision: {zzz: 1}", "remove it (allowed: keep, min_share, quantization, rest, tf32, type)"),
         ("precision: {type: fp23}", "write fp32"),
         ("model2: {}", "rename it to 'model'"),
     ],

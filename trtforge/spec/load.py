@@ -18,7 +18,14 @@ from trtforge.spec.model import DEFAULT_OUTPUT, SPEC_CONFIG, BuildSpec
 from trtforge.spec.yaml_values import Key, Marks, read_yaml
 
 MAX_EXTENDS_DEPTH = 10
-_PATH_KEYS: tuple[Key, ...] = (("model", "onnx"), ("parity", "samples"), ("accuracy", "data"), ("output",))
+_PATH_KEYS: tuple[Key, ...] = (
+    ("model", "onnx"),
+    ("parity", "samples"),
+    ("accuracy", "data"),
+    ("calibration", "data"),
+    ("calibration", "table"),
+    ("output",),
+)
 _SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
 
 

@@ -213,6 +213,8 @@ class Keep:
 
     fp32: tuple[Text, ...] = ()
     """Nodes that compute in FP32 whatever `type` says; each glob must match one."""
+    rest: tuple[Text, ...] = ()
+    """Nodes that are not quantized and compute in `rest`; each glob must match one."""
 
 
 @_FORBID
@@ -222,12 +224,79 @@ class Precision:
 
     type: Literal["fp32", "as_model", "fp16", "bf16", "int8", "fp8"] = "fp32"
     """`fp32` refuses a model that carries other types; `as_model` builds the types the model file has."""
+    rest: Literal["fp16", "bf16", "fp32"] = "fp16"
+    """With `int8`, the type of what is not quantized."""
     quantization: Literal["explicit", "implicit"] = "explicit"
     """`implicit` is the calibrator route of TensorRT 8.6 and 10.x."""
     keep: Keep = field(default_factory=Keep)
     """Nodes that stay in another type than `type`."""
+    min_share: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = 0.5
+    """Least share of the work of Conv, MatMul and their like that must end up in `type`."""
     tf32: StrictBool = False
     """Let FP32 matrix products round their inputs to TF32 on Ampere and later."""
+
+
+_Channel = tuple[Number, ...]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """How image files become an input: decoded, resized, put into channel order, scaled, then (x - mean) / std."""
+
+    layout: Literal["NCHW", "NHWC"]
+    """Axes of the input; a batch of one is put before an image."""
+    channels: Literal["rgb", "bgr", "gray"] = "rgb"
+    size: tuple[Size, Size] | None = None
+    """(height, width) to resize to; without it, images keep their size."""
+    scale: Number = 1 / 255
+    """Factor on the 0 to 255 of a pixel, before mean and std."""
+    mean: _Channel = (0.0,)
+    """One number a channel, or one for all."""
+    std: _Channel = (1.0,)
+    """One number a channel, or one for all; none is 0."""
+
+    def __post_init__(self) -> None:
+        """Numbers of channels agree."""
+        count = 1 if self.channels == "gray" else 3
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, count):
+                raise ValueError(f"found {len(values)} numbers in {name}, expected 1 or {count}")
+        if 0 in self.std:
+            raise ValueError("found 0 in std, expected numbers other than 0")
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Real inputs, from which INT8 gets its scales and every lower type its evidence."""
+
+    data: SpecPath | None = None
+    """npz, npy, JSONL, parquet, Polygraphy's JSON, a Polygraphy data script (.py), or a folder of images."""
+    callable: Text | None = None
+    """`file.py:function` or `module:function`, called without arguments; yields a dict of arrays for each sample."""
+    table: SpecPath | None = None
+    """A table that `trtforge calibrate` wrote, instead of data."""
+    images: Images | None = None
+    """How image files become an input."""
+    method: Literal["auto", "minmax", "percentile", "entropy", "mse"] = "auto"
+    """How a scale comes from what was seen; `auto` picks one for each tensor."""
+    percentile: Annotated[float, Field(gt=50, le=100), BeforeValidator(_number)] = 99.99
+    """Of `percentile`: the share of magnitudes, in percent, that stays inside the range."""
+    samples: Annotated[int, Field(ge=1, le=_INT64_MAX), BeforeValidator(_size)] | None = None
+    """Use so many samples from the start; without it, all."""
+    batch: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_size)] = 1
+    """Rows that are taken together where an array's first axis is an open batch."""
+    memory_mib: Mebibytes = 512
+    """Limit of the values that are held at once."""
+    timeout: Positive | None = None
+    """Seconds that `callable` or a data script may take for one sample; without it, no limit."""
+
+    def __post_init__(self) -> None:
+        """Exactly one source."""
+        given = [name for name in ("data", "callable", "table") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"found {' and '.join(given) or 'none'} of data, callable and table, expected one of them")
 
 
 @_FORBID
@@ -386,6 +455,8 @@ class BuildSpec:
     profiles: tuple[ProfileSpec, ...] = ()
     """Optimization profiles; needed as soon as an input is dynamic."""
     precision: Precision = field(default_factory=Precision)
+    calibration: Calibration | None = None
+    """Real inputs; needed for `int8`."""
     builder: BuilderSettings = field(default_factory=BuilderSettings)
     parity: Parity = field(default_factory=Parity)
     accuracy: Accuracy | None = None
