@@ -80,6 +80,12 @@ class GraphError(TrtForgeError):
     exit_code = 3
 
 
+class CalibrationError(TrtForgeError):
+    """Calibration data do not fit the model, or cannot be read."""
+
+    exit_code = 4
+
+
 class ParityError(TrtForgeError):
     """A graph or an engine does not do what its reference does, or loses too much accuracy."""
 
@@ -104,10 +110,34 @@ class StoreError(TrtForgeError):
     exit_code = 8
 
 
+class PerformanceError(TrtForgeError):
+    """An engine is slower than the spec or the command line allows."""
+
+    exit_code = 9
+
+
+class RegressionError(TrtForgeError):
+    """An engine is slower than the one before it."""
+
+    exit_code = 14
+
+
 class IntegrityError(TrtForgeError):
     """A released file is not what its manifest says."""
 
     exit_code = 10
+
+
+class LintError(TrtForgeError):
+    """A quantized model holds what TensorRT refuses or misreads."""
+
+    exit_code = 13
+
+
+class CoverageError(TrtForgeError):
+    """Optimization profiles cover too few of the requests."""
+
+    exit_code = 12
 
 
 class CommandLineError(TrtForgeError):

@@ -136,6 +136,22 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Values of a tensor over all data seen.
+
+    Attributes:
+        low, high: smallest and largest; NaN where a value was not finite.
+        absmax: largest magnitude; inf where a value was not finite.
+        finite: whether every value was.
+    """
+
+    low: float
+    high: float
+    absmax: float
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ShapeRange:
     """min, opt and max shape of one input in an optimization profile; for a shape-value input, of its values."""
 
@@ -200,6 +216,21 @@ class BuilderMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkLayers:
+    """Layers of a parsed network that do most of the work, of one kind and type.
+
+    Attributes:
+        kind: TensorRT's LayerType, such as `CONVOLUTION`.
+        dtype: of what they give; of the quantized values where all operands are dequantized right before them.
+        names: as the parser named them: the ONNX nodes' own, for all but layers inside of LSTM and the like.
+    """
+
+    kind: str
+    dtype: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """What a backend made of a unit.
 
@@ -210,6 +241,10 @@ class BuiltEngine:
         inputs, outputs: as the parsed network has them (dtypes after the parser's own narrowing).
         builder_flags: names of the builder flags that were set.
         peak_memory_bytes: largest resident memory of the process that built it, 0 where the system does not tell.
+        timing_cache_digest: SHA-256 of the timing cache after the build, None where none was kept.
+        trtexec: the command of TensorRT's own tool that asks for the same engine, "" where there is none.
+        notes: what the build found out besides, one sentence each.
+        weighted_layers: of the parsed network, where the builder keeps its types; else empty.
     """
 
     path: Path
@@ -221,3 +256,7 @@ class BuiltEngine:
     outputs: tuple[TensorSpec, ...]
     builder_flags: tuple[str, ...]
     peak_memory_bytes: int
+    timing_cache_digest: str | None = None
+    trtexec: str = ""
+    notes: tuple[str, ...] = ()
+    weighted_layers: tuple[NetworkLayers, ...] = ()

@@ -13,13 +13,13 @@ import pytest
 from trtforge.errors import GraphError, SeveralErrors
 from trtforge.graph.ingest import ingest
 from trtforge.parity.bisect import bisect, keep_lines, lines
-from trtforge.parity.interop import load_inputs
 from trtforge.parity.subgraph import extract, write
 from trtforge.parity.tolerances import PRESETS, Tolerance
 from trtforge.precision.emulate import emulated
 from trtforge.precision.lower import lower
 from trtforge.precision.policy import KeepRules
 from trtforge.reference import ReferenceSession
+from trtforge.samples.polygraphy_files import load_inputs
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 from seeded_faults import encoder

@@ -11,9 +11,10 @@ import pytest
 from onnx import parser, save
 
 from trtforge.graph.ingest import ingest
-from trtforge.parity.interop import load_inputs, load_outputs, save_inputs, save_outputs
-from trtforge.parity.samples import open_samples
+from trtforge.parity.interop import save_inputs, save_outputs
 from trtforge.reference import ReferenceSession
+from trtforge.samples.opening import open_samples
+from trtforge.samples.polygraphy_files import load_inputs, load_outputs
 
 MODEL = """
 <ir_version: 8, opset_import: ["": 17]>

@@ -12,11 +12,11 @@ from onnx import numpy_helper, parser
 
 from trtforge.graph.ingest import ingest
 from trtforge.parity.report import ParityReport, first_broken, lines, rejudge
-from trtforge.parity.samples import Sample
 from trtforge.parity.staged import OnnxRunner, ParityInput, compare_stage, parity_inputs
 from trtforge.parity.tolerances import PRESETS, Tolerance, resolve_tolerances
 from trtforge.plain import from_plain, to_plain
 from trtforge.reference import ReferenceSession
+from trtforge.samples.source import Sample
 from trtforge.types import Profile, ShapeRange
 
 LOOSE = Tolerance(atol=10.0, min_match=1.0)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trtforge.backends import builder_log
-from trtforge.backends.builder_log import error_lines, explain, matching_warnings
+from trtforge.backends.builder_log import error_lines, explain, matching_warnings, readable_warning
 from trtforge.types import BuilderMessage
 
 NO_GPU = (
@@ -202,3 +202,31 @@ def test_matching_warnings(glob, matches):
 
 def test_matching_warnings_without_globs():
     assert matching_warnings([BuilderMessage("warning", "x")], []) == ()
+
+
+def test_five_lines_about_weights_become_one():
+    """As TensorRT 8.6 logs them."""
+    log = [
+        "TensorRT encountered issues when converting weights between types and that could affect accuracy.",
+        "If this is not the desired behavior, please modify the weights or retrain with regularization to adjust them.",
+        "Check verbose logs for the list of affected weights.",
+        "- 29 weights are affected by this issue: Detected subnormal FP16 values.",
+    ]
+    assert [text for line in log if (text := readable_warning(line))] == [
+        "29 weights are below 6.1e-5, where FP16 has fewer digits"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        (", , , ln/mul, ln/add_beta", "LayerNorm in FP16, which may overflow: ln/mul, ln/add_beta"),
+        (", , , , ", ""),
+    ],
+)
+def test_layer_norms_are_named_without_those_that_stay_in_fp32(nodes, told):
+    assert readable_warning(f"Detected layernorm nodes in FP16: {nodes}") == told
+
+
+def test_other_warnings_stay_as_they_are():
+    assert readable_warning("{odd} [text], - 3 weights") == "{odd} [text], - 3 weights"

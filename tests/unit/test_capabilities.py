@@ -10,7 +10,7 @@ import pytest
 
 from trtforge.backends.capabilities import CAPABILITIES, capability, known_versions, newest_version, version_numbers
 from trtforge.backends.refusals import refusals, target_compute_capability, warnings
-from trtforge.errors import CapabilityError
+from trtforge.errors import CapabilityError, SpecError
 from trtforge.spec.load import load_spec
 from trtforge.spec.model import BuilderSettings
 from trtforge.types import Graph, OperatorUse, TensorSpec
@@ -39,6 +39,7 @@ GRAPH = Graph(
 )
 RTX = "{backend: tensorrt_rtx, gpus: [sm86]}"
 TENSORRT = "{backend: tensorrt, gpus: [A100]}"
+INT8 = "precision: {type: int8}\ncalibration: {data: x.npz}"
 
 # Members of BuilderFlag and HardwareCompatibilityLevel in the Python bindings of these releases.
 STRICT_NANS_IN_BINDINGS = {"8.6.1": False, "10.0.1": False, "10.3.0": False, "10.7.0": True, "11.4.0": True}
@@ -200,7 +201,9 @@ def test_io_dtypes(refused, version, targets, dtype, reason):
         (replace(GRAPH, element_types=("float16",)), "precision: {type: as_model}", None),
         (GRAPH, "precision: {type: as_model}", None),
         (GRAPH, "precision: {type: fp16}", None),
-        (GRAPH, "precision: {type: int8}", "lowers to fp16 and bf16 only"),
+        (GRAPH, "precision: {type: fp8}", "lowers to fp16, bf16 and int8 only"),
+        (GRAPH, INT8, None),
+        (replace(GRAPH, has_qdq=True), INT8, "carries QuantizeLinear or DequantizeLinear already"),
         (replace(GRAPH, has_qdq=True), "precision: {type: fp16}", "carries QuantizeLinear or DequantizeLinear already"),
     ],
 )
@@ -210,9 +213,40 @@ def test_precision(refused, graph, text, expected):
     assert all("{type: as_model}" in problem.next_step for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("version", "targets", "rest", "expected"),
+    [
+        ("1.7.1", RTX, "fp16", None),
+        ("1.7.1", RTX.replace("sm86", "sm75"), "fp16", None),
+        ("1.7.1", RTX.replace("sm86", "sm75"), "bf16", "lacks bf16"),
+        ("1.7.1", RTX.replace("sm86", "sm75"), "fp32", "has no FP32 matrix products"),
+        ("8.6", TENSORRT, "bf16", "cannot build rest: bf16"),
+    ],
+)
+def test_what_int8_is_composed_with(refused, version, targets, rest, expected):
+    graph = replace(GRAPH, operators=(OperatorUse("", "MatMul", "", ("product",), 13),))
+    problems = refused(version, graph, targets, INT8.replace("int8", f"int8, rest: {rest}"))
+    assert [expected in problem.summary for problem in problems] == [True] * (expected is not None)
+
+
+def test_int8_without_calibration_is_refused_once(spec):
+    spec_file = spec(f"{RTX}, {RTX.replace('sm86', 'sm89')}", "precision: {type: int8}")
+    (problem,) = [
+        problem for index in (0, 1) for problem in refusals(spec_file, index, GRAPH, capability("tensorrt_rtx", "1.7"))
+    ]
+    assert problem.exit_code == SpecError.exit_code
+    assert "takes its scales from real inputs, and the spec has no calibration" in problem.summary
+    assert problem.next_step == "add a line 'calibration: {data: samples.npz}'"
+
+
 def test_keep_without_lowering_is_refused(refused):
     (problem,) = refused("1.7.1", GRAPH, RTX, "precision: {keep: {fp32: [a]}}")
     assert "keep has no effect with type fp32" in problem.summary
+
+
+def test_keep_rest_without_int8_is_refused(refused):
+    (problem,) = refused("1.7.1", GRAPH, RTX, "precision: {type: fp16, keep: {rest: [a]}}")
+    assert "keep.rest has no effect with type fp16" in problem.summary
 
 
 def test_bf16_on_8_6_names_the_version_that_has_it(refused):
@@ -221,13 +255,42 @@ def test_bf16_on_8_6_names_the_version_that_has_it(refused):
 
 
 @pytest.mark.parametrize(
-    ("version", "targets", "reason"),
-    [("11.4", TENSORRT, "removed calibrators"), ("1.7.1", RTX, "no calibrators"), ("10.9", TENSORRT, "not calibrate")],
+    ("version", "targets", "reason"), [("11.4", TENSORRT, "removed calibrators"), ("1.7.1", RTX, "no calibrators")]
 )
-def test_implicit_quantization(refused, version, targets, reason):
+def test_implicit_quantization_where_there_is_no_calibrator(refused, version, targets, reason):
     """C47: a sentence, never an AttributeError."""
     (problem,) = refused(version, GRAPH, targets, "precision: {quantization: implicit}")
     assert reason in problem.summary
+
+
+_CALIBRATED = "calibration: {data: x.npz}"
+
+
+@pytest.mark.parametrize("version", ["8.6", "10.0", "10.16"])
+def test_implicit_quantization_where_there_is_a_calibrator(refused, version):
+    assert not refused(version, GRAPH, TENSORRT, "precision: {type: int8, quantization: implicit}\n" + _CALIBRATED)
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        ("quantization: implicit", "a way to INT8, and precision.type is fp32"),
+        ("type: fp16, quantization: implicit", "a way to INT8, and precision.type is fp16"),
+        ("type: int8, quantization: implicit, rest: bf16", "in fp16 or fp32, not in bf16"),
+        ("type: int8, quantization: implicit, keep: {fp32: [a]}", "precision.keep has no effect"),
+        ("type: int8, quantization: implicit, keep: {rest: [a]}", "precision.keep has no effect"),
+    ],
+)
+def test_what_implicit_quantization_cannot_do(refused, precision, reason):
+    (problem,) = refused("10.9", GRAPH, TENSORRT, f"precision: {{{precision}}}\n" + _CALIBRATED)
+    assert reason in problem.summary
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"), [("8.6", ("EXPLICIT_BATCH",)), ("10.0", ()), ("10.16", ()), ("11.0", ())]
+)
+def test_a_calibrator_gets_a_weakly_typed_network(version, flags):
+    assert capability("tensorrt", version).flags_of_network(implicit=True) == flags
 
 
 def test_precision_that_one_gpu_lacks(refused):

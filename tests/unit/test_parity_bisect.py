@@ -13,7 +13,7 @@ from trtforge.parity.lockstep import measure
 from trtforge.parity.mapping import map_values
 from trtforge.parity.metrics import compare
 from trtforge.parity.tolerances import PRESETS, Tolerance, judge
-from trtforge.parity.wiring import wire
+from trtforge.wiring import wire
 
 TIGHT = Tolerance(atol=1e-5, rtol=1e-5)
 

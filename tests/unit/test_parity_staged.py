@@ -11,9 +11,9 @@ import pytest
 
 from trtforge.errors import GraphError, SeveralErrors, SpecError
 from trtforge.parity.metrics import Element
-from trtforge.parity.samples import Sample
 from trtforge.parity.staged import IndexedScores, ParityInput, compare_stage, parity_inputs
 from trtforge.parity.tolerances import Tolerance
+from trtforge.samples.source import Sample
 from trtforge.types import Graph, InputRole, Profile, ShapeRange, TensorSpec
 
 TOLERANCE = Tolerance(atol=1e-5, rtol=1e-5)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from trtforge.precision.audit import LayerGroup, Share, audit, share
+from trtforge.errors import BuildError, GraphError, Where
+from trtforge.precision.audit import LayerGroup, Share, audit, refuse_low_share, refuse_other_types, share
 from trtforge.precision.lower import KeepRules, lower
+from trtforge.types import NetworkLayers
 
 
 def parse(text, opset=17, **weights):
@@ -97,3 +101,74 @@ def test_layers_in_subgraphs_count():
                   else_branch = e () => (float[2,4] q) { q = MatMul(x, w) }> }"""
 
     assert audit(parse(text, w=np.ones((4, 4), np.float32)), {})[0].flops == 2 * 64
+
+
+def group(op, dtype, flops, *names, num_unsized=0):
+    return LayerGroup(op, dtype, len(names), flops, num_unsized, names)
+
+
+GROUPS = (
+    group("Conv", "float16", 400, "a"),
+    group("Conv", "float", 350, "b", "c", "d", "e"),
+    group("Gemm", "float", 250, "f"),
+)
+REASONS = {"b": "keep 'b'", "c": "beyond 65504", "d": "beyond 65504", "f": "beyond 65504"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "least", "most"),
+    [
+        (GROUPS, 0.4, 0.401),
+        ((group("Conv", "float16", 0, "a", num_unsized=1), *GROUPS[1:]), 1 / 6, 0.17),
+        ((), 1, None),
+        ((group("Conv", "int8", 9, "a"),), 0, 0.001),
+    ],
+    ids=["work", "layers, where some work is unknown", "no layers", "another low type"],
+)
+def test_the_least_share(groups, least, most):
+    refuse_low_share(groups, "float16", least, {}, None)
+    if most is not None:
+        with pytest.raises(GraphError):
+            refuse_low_share(groups, "float16", most, {}, None)
+
+
+def test_a_low_share_is_told_with_groups_and_reasons():
+    where = Where(Path("spec.yaml"), 3, 1)
+
+    with pytest.raises(GraphError) as caught:
+        refuse_low_share(GROUPS, "float16", 0.5, REASONS, where)
+
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert "40.0% of the work (FLOPs)" in problem.summary
+    assert problem.detail == (
+        "4 Conv in float, 35.0% of the work: 'b', 'c', 'd' and 1 more",
+        "1 Gemm in float, 25.0% of the work: 'f'",
+        "'c' and 2 more: beyond 65504",
+        "'b': keep 'b'",
+    )
+    assert "min_share: 0.4 " in problem.next_step
+
+
+def test_a_network_in_wider_types_than_the_graph():
+    graph = (group("Conv", "int8", 1, "a", "b"), group("Gemm", "float16", 1, "c"), group("MatMul", "float", 1, "d"))
+    inner = NetworkLayers("MATRIX_MULTIPLY", "float32", ("d", "(Unnamed Layer* 7) [Matrix Multiply]"))
+    same = (
+        NetworkLayers("CONVOLUTION", "int8", ("a", "b")),
+        NetworkLayers("MATRIX_MULTIPLY", "float16", ("c",)),
+        inner,
+    )
+    refuse_other_types(graph, same, "engine")
+    other = (
+        NetworkLayers("CONVOLUTION", "float32", ("b",)),
+        NetworkLayers("MATRIX_MULTIPLY", "float32", ("c",)),
+        inner,
+    )
+
+    with pytest.raises(BuildError) as caught:
+        refuse_other_types(graph, other, "engine")
+
+    assert caught.value.problems[0].detail == (
+        "'b' (CONVOLUTION): int8 in the graph, float32 in the network",
+        "'c' (MATRIX_MULTIPLY): float16 in the graph, float32 in the network",
+    )

@@ -8,7 +8,8 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from trtforge.errors import TrtForgeError
-from trtforge.precision.lower import KeepRules, Range, lower
+from trtforge.precision.lower import KeepRules, lower
+from trtforge.types import Range
 
 F32, F16, BF16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)

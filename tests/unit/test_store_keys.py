@@ -165,13 +165,15 @@ def test_any_builder_setting_changes_the_build_alone(monkeypatch, name):
 
 
 OTHER_PRECISIONS = {"type": "fp16", "quantization": "implicit", "tf32": True, "keep": {"fp32": ["a*"]}}
+OTHER_PRECISIONS |= {"rest": "bf16", "min_share": 0.9}
+LOWERED = {"keep": {"type": "fp16"}, "min_share": {"type": "fp16"}, "rest": {"type": "int8"}}
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Precision)])
 def test_any_precision_changes_the_build_alone(monkeypatch, name):
     monkeypatch.setattr(pipeline, "refusals", lambda *_: [])
     with project() as folder:
-        base = {"type": "fp16"} if name == "keep" else {}
+        base = LOWERED.get(name, {})
         before = keys(folder, spec(TENSORRT, precision=base))
         after = keys(folder, spec(TENSORRT, precision=base | {name: OTHER_PRECISIONS[name]}))
         assert changed(before, after) == {"build"}

@@ -16,7 +16,7 @@ from trtforge.parity.lockstep import Lockstep, Seen, Steps, measure
 from trtforge.parity.mapping import Pairs, attributes_of, map_values, seen_through
 from trtforge.parity.metrics import Metrics
 from trtforge.parity.tolerances import NEVER, Tolerance
-from trtforge.parity.wiring import Source, Wiring, bodies, wire
+from trtforge.wiring import Source, Wiring, bodies, wire
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -1,8 +1,8 @@
-"""Inputs and outputs in Polygraphy's files, so that either tool goes on from what the other saved.
+"""Writes inputs and outputs to Polygraphy's files, so that it goes on from what was saved.
 
     polygraphy run MODEL --onnxrt --load-inputs INPUTS.json --load-outputs OUTPUTS.json
 
-Polygraphy's reader rebuilds arrays without pickle and runs nothing from a file.
+`trtforge.samples.polygraphy_files` reads them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 from polygraphy.comparator import IterationResult, RunResults
-from polygraphy.json import load_json, to_json
-from polygraphy.logger import G_LOGGER
+from polygraphy.json import to_json
 
-from trtforge.errors import Problem, SpecError, StoreError, raise_any
+from trtforge.errors import Problem, StoreError, raise_any
 from trtforge.files import commit, explained, write_aside
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,20 +40,6 @@ def save_inputs(path: Path, feeds: Iterable[Mapping[str, Array]]) -> None:
     _write(path, runs)
 
 
-def load_inputs(path: Path) -> Iterator[dict[str, Array]]:
-    """The feeds in a file or folder that `polygraphy run --save-inputs` or `save_inputs` wrote, in order.
-
-    Raises:
-        SpecError: it cannot be read, or holds something else; file and index are named.
-    """
-    index = 0
-    for file in _files(path):
-        plain = _read(file)
-        for feed in plain if isinstance(plain, list) else [plain]:
-            yield _arrays(path, index, feed)
-            index += 1
-
-
 def save_outputs(path: Path, runner: str, outputs: Iterable[Mapping[str, Array]]) -> None:
     """Writes one runner's outputs for `polygraphy run --load-outputs`. See `save_inputs`.
 
@@ -70,23 +55,6 @@ def save_outputs(path: Path, runner: str, outputs: Iterable[Mapping[str, Array]]
     runs = [dict(run) for run in outputs]
     raise_any(_unsaved(path, runs))
     _write(path, RunResults([(runner, [IterationResult(run, 0.0, runner) for run in runs])]))
-
-
-def load_outputs(path: Path) -> dict[str, list[dict[str, Array]]]:
-    """Runner name -> outputs of each run, from what `polygraphy run --save-outputs` or `save_outputs` wrote.
-
-    Raises:
-        SpecError: it cannot be read, or holds something else; file and index are named.
-    """
-    runners: dict[str, list[dict[str, Array]]] = {}
-    for file in _files(path):
-        results = _read(file)
-        if not isinstance(results, RunResults):
-            raise _other(f"{path.name} holds no outputs of runs", "--save-outputs")
-        for name, runs in results.items():
-            known = runners.setdefault(str(name), [])
-            known += [_arrays(path, len(known) + index, dict(run.items())) for index, run in enumerate(runs)]
-    return runners
 
 
 def _unsaved(path: Path, runs: list[dict[str, Array]]) -> Iterator[Problem]:
@@ -105,39 +73,3 @@ def _write(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside, _ = write_aside(path.parent, io.BytesIO(data))
         commit(aside, path)
-
-
-def _files(path: Path) -> list[Path]:
-    """The file, or those of a folder of runs, whose zero-padded names stand in the order of the runs."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.json"))
-    if not files:
-        raise _other(f"the folder {path.name} holds no .json file", "--save-inputs")
-    return files
-
-
-def _read(file: Path) -> Any:
-    try:
-        # Polygraphy prints what it raises.
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
-            return load_json(str(file))
-    except OSError as error:
-        raise SpecError(f"cannot read {file}: {error.strerror}", next_step=f"ls -l {shlex.quote(str(file))}") from error
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise _other(
-            f"{file.name} is no JSON of Polygraphy", "--save-inputs", (reason or type(error).__name__,)
-        ) from error
-
-
-def _arrays(path: Path, index: int, feed: Any) -> dict[str, Array]:
-    if not isinstance(feed, Mapping) or not all(isinstance(array, np.ndarray) for array in feed.values()):
-        raise _other(f"{path.name}[{index}] is no mapping of names to numpy arrays", "--save-inputs")
-    return {str(name): array for name, array in feed.items()}
-
-
-def _other(summary: str, option: str, detail: tuple[str, ...] = ()) -> SpecError:
-    return SpecError(
-        summary, detail=detail, next_step=f"write it with: polygraphy run MODEL --onnxrt {option} FILE.json"
-    )

@@ -16,8 +16,8 @@ from trtforge.errors import TrtForgeError
 from trtforge.parity.mapping import Pairs
 from trtforge.parity.metrics import Element, Metrics, compare
 from trtforge.parity.tolerances import Tolerance, judge
-from trtforge.parity.wiring import SMALL_SIZE, Wiring, constants_of, is_large, needed, piece
 from trtforge.reference import HeldValue, PieceSession, held
+from trtforge.wiring import SMALL_SIZE, Wiring, constants_of, is_large, needed, piece
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from onnx import NodeProto, TensorProto
 
 from trtforge.errors import Problem, SpecError, closest, raise_any
-from trtforge.parity.wiring import Wiring
+from trtforge.wiring import Wiring
 
 _PASSING = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear"})
 """Operators that give what they read, but for its type or rounding."""

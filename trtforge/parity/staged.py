@@ -13,9 +13,9 @@ import numpy as np
 from trtforge.errors import GraphError, Problem, SpecError, TrtForgeError, raise_any
 from trtforge.parity.metrics import compare
 from trtforge.parity.report import OutputResult, ParityReport, PointResult, RunnerFacts, concluded
-from trtforge.parity.samples import Sample
 from trtforge.parity.tolerances import NEVER, Check, Stage, Tolerance, judge, verdict_of
 from trtforge.reference import ReferenceSession
+from trtforge.samples.source import Sample
 from trtforge.shapes.inputs import generate_at
 from trtforge.spec.model import InputValues
 from trtforge.types import POINTS, Graph, Profile, Shape

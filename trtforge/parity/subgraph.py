@@ -16,8 +16,8 @@ from trtforge.errors import GraphError, TrtForgeError, closest
 from trtforge.files import commit, explained, write_aside
 from trtforge.parity.interop import save_inputs
 from trtforge.parity.lockstep import session_of
-from trtforge.parity.wiring import Source, Wiring, constants_of, is_large, needed, piece, wire
 from trtforge.reference import HeldValue, held
+from trtforge.wiring import Source, Wiring, constants_of, is_large, needed, piece, wire
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from trtforge.errors import SeveralErrors, SpecError, StoreError
-from trtforge.parity import samples as module
-from trtforge.parity.interop import load_inputs, load_outputs, save_inputs, save_outputs
-from trtforge.parity.samples import open_samples
+from trtforge.parity.interop import save_inputs, save_outputs
+from trtforge.samples import arrays as module
+from trtforge.samples.opening import open_samples
+from trtforge.samples.polygraphy_files import load_inputs, load_outputs
 from trtforge.types import Graph, TensorSpec
 
 IDS = TensorSpec("ids", "int64", ("batch", "sequence"))
@@ -212,7 +213,7 @@ def test_pickles_are_not_run(tmp_path, ending, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", ["s.npz", "s.npy", "s.json"])
+@pytest.mark.parametrize("name", ["s.npz", "s.npy", "s.json", "s.jsonl", "s.jsonl.gz", "s.parquet", "s.png"])
 @pytest.mark.parametrize(
     "data", [b"", b"\x93NUMPY\x01\x00", b"PK\x03\x04 cut short", b"[[[", b'{"polygraphy_class": "x"}']
 )
@@ -276,7 +277,7 @@ def test_many_problems_are_counted(tmp_path):
     problems = problems_of(tmp_path / "s.json", BERT)
 
     assert len(problems) == 20
-    assert problems[-1].detail == ("and 30 more problems in the same file",)
+    assert problems[-1].detail == ("and 30 more problems in the same data",)
 
 
 def test_inputs_and_outputs_come_back_as_they_went(tmp_path):
