@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,8 +23,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _PROVIDER = "CPUExecutionProvider"
 _SILENT = 4
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 # Names of element types in onnxruntime's "seq(tensor(float))".
 _ELEMENT_TYPES = {name.lower(): number for name, number in TensorProto.DataType.items()}
+_FLOATS = frozenset([TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE])
 # Types that onnxruntime runs but does not exchange with numpy: (numpy type, same-sized carrier, ONNX type).
 _CARRIED: dict[str, tuple[np.dtype[Any], Any, int]] = {
     "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), np.uint16, TensorProto.BFLOAT16),
@@ -96,6 +99,11 @@ class HeldValue:
         return bool(self.held.is_tensor())
 
     @property
+    def is_float(self) -> bool:
+        """Whether it is a tensor of FP16, BF16, FP32 or FP64."""
+        return self.is_tensor and self.held.element_type() in _FLOATS
+
+    @property
     def array(self) -> Array:
         """A tensor as an array, without a copy where onnxruntime and the type allow; good as long as this value lives."""
         return _to_numpy(self.held)
@@ -136,12 +144,25 @@ class PieceSession:
         piece: the piece.
         weights: initializers that the piece names as external data, in C order; used where they are, without a copy.
         name: of the model, for messages.
+        weights_dir: folder of the other external data that the piece names, which stays in its files: pages that are
+            mapped, and shared by all pieces; None if there is none.
+        threads: that one node may use; all cores if None.
+        prepacks: whether onnxruntime may copy weights into an order that its matrix products like better.
 
     Raises:
         GraphError: onnxruntime does not load the piece; `problems[0].detail` quotes its reason in one line.
     """
 
-    def __init__(self, piece: ModelProto, weights: Mapping[str, Array], name: str) -> None:
+    def __init__(
+        self,
+        piece: ModelProto,
+        weights: Mapping[str, Array],
+        name: str,
+        *,
+        weights_dir: Path | None = None,
+        threads: int | None = None,
+        prepacks: bool = True,
+    ) -> None:
         self._name = name
         self._outputs = [output.name for output in piece.graph.output]
         self._weights = [_to_ort(weight) for weight in weights.values()]
@@ -149,6 +170,11 @@ class PieceSession:
         # Many are alive at once: none keeps memory for itself, or threads that wait by spinning.
         options.enable_cpu_mem_arena = False
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.disable_prepacking", "0" if prepacks else "1")
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        if weights_dir is not None:
+            options.add_session_config_entry(_WEIGHTS_FOLDER, str(weights_dir.resolve()))
         if weights:
             options.add_external_initializers(list(weights), self._weights)
         try:
@@ -178,6 +204,11 @@ class PieceSession:
         )
 
 
+def onnxruntime_version() -> str:
+    """Of the onnxruntime that runs models here."""
+    return str(onnxruntime.__version__)
+
+
 def reason_of(error: BaseException) -> str:
     """Onnxruntime's reason in one line, without its error number and the places in its own source."""
     line = " ".join(str(error).split())
@@ -198,8 +229,7 @@ def _options(graph: Graph, threads: int | None) -> Any:
     if threads is not None:
         options.intra_op_num_threads = threads
     if _has_weights_elsewhere(graph):
-        folder = str(graph.weights_dir.resolve())
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(graph.weights_dir.resolve()))
     return options
 
 

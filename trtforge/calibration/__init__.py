@@ -1,0 +1,1 @@
+"""What values tensors take over calibration data, and the ranges that follow."""
