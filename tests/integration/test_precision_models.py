@@ -18,9 +18,10 @@ from trtforge.backends.protocol import load_backend
 from trtforge.graph.ingest import ingest
 from trtforge.precision.audit import audit, share
 from trtforge.precision.emulate import emulated
+from trtforge.precision.fold import fold
 from trtforge.precision.lower import lower
-from trtforge.precision.ranges import Range, observe_ranges
-from trtforge.types import BuildUnit, Profile, ShapeRange
+from trtforge.precision.ranges import observe_ranges
+from trtforge.types import BuildUnit, Profile, Range, ShapeRange
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "configs" / "models" / "digits.onnx"
@@ -90,9 +91,10 @@ FEEDS = {
     "silero": lambda: {"input": sound(512)[None], "state": zeros(2, 1, 128), "sr": RATE},
     "silero_op18": lambda: {"input": sound(576)[None], "state": zeros(2, 1, 128), "sr": RATE},
 }
-# The OCR models end every layer with four or more elementwise steps that the emulation rounds one by one and a GPU fuses;
-# silero's first layer is a Fourier transform, and its output small probabilities.
-MOST_ERROR = {"ocr_rec": 3e-3, "ocr_det": 6e-3, "silero_sequence": 3e-3}
+# Even without a rounding between nodes, the detector's FP16 weights and biases alone cost 2e-3 (its first layers round every
+# white pixel the same way), and silero's FP16 samples 1.3e-3: its first layer is a Fourier transform with quiet bands.
+MOST_ERROR = {"ocr_det": 6e-3, "silero_sequence": 3e-3}
+FOLDED = ("ocr_rec", "ocr_det", "ocr_cls")
 ARGMAX = ("digits", "magika", "ocr_rec", "ocr_cls")
 
 
@@ -106,11 +108,14 @@ def ingested(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("name", FEEDS)
-def test_real_models_keep_their_answers_in_fp16(ingested, name):
-    graph, model = ingested(name)
+def test_real_models_keep_their_answers_in_fp16(ingested, tmp_path, name):
+    _, model = ingested(name)
     feeds = FEEDS[name]()
     references = run(model, feeds)
-    ranges = observe_ranges(graph, [feeds])
+    assert bool(fold(model)) == (name in FOLDED)
+    folded = [relative_error(*pair) for pair in zip(run(model, feeds), references, strict=True)]
+    assert max(folded) <= 1e-5, folded
+    ranges = observed(model, tmp_path, feeds)
     assert all(entry.finite for entry in ranges.values())
 
     lowered = lower(model, dtype="float16", ranges=ranges)
@@ -121,7 +126,8 @@ def test_real_models_keep_their_answers_in_fp16(ingested, name):
     if name in ARGMAX:
         np.testing.assert_array_equal(results[0].argmax(-1), references[0].argmax(-1))
     run(lowered.model, feeds)  # onnxruntime loads and runs it
-    assert share(audit(lowered.model, {}), "float16").layers >= 0.5
+    part = share(audit(lowered.model, {key: value.shape for key, value in feeds.items()}), "float16")
+    assert min(part.layers, part.flops or 1) >= 0.95
 
 
 @pytest.mark.parametrize("name", ["digits", "ocr_rec", "silero"])
@@ -136,6 +142,20 @@ def test_real_models_in_bf16(ingested, name):
 
     assert max(errors) <= 5e-2, errors
     assert share(audit(lowered.model, {}), "bfloat16").layers == 1
+
+
+def test_a_transposed_convolution_in_groups_is_folded():
+    rng = np.random.default_rng(0)
+    text = "g (float[2,6,5,5] x) => (float[2,4,6,6] y) { h = ConvTranspose<group = 2>(x, w) y = Mul(h, c) }"
+    weights = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (6, 2, 2, 2)), ("c", (4, 1, 1)))
+    }
+    model, feeds = parse(text, **weights), {"x": rng.standard_normal((2, 6, 5, 5)).astype(np.float32)}
+    (reference,) = run(model, feeds)
+
+    assert fold(model) == 1
+
+    assert relative_error(run(model, feeds)[0], reference) < 1e-6
 
 
 def transformer(num_layers=2, width=64, heads=4, words=100):

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
+from trtforge.errors import BuildError, GraphError, Where
 from trtforge.precision.network import all_graphs, attribute, is_large, skeleton
 from trtforge.precision.policy import WEIGHTED
+from trtforge.types import NetworkLayers
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_LOW_TYPES = ("float16", "bfloat16", "int8", "float8e4m3fn")
+_MOST_NAMES = 3
+_MOST_REASONS = 8
 _Dims = tuple[int, ...] | None
 
 
@@ -95,6 +100,83 @@ def share(groups: tuple[LayerGroup, ...], dtype: str) -> Share:
         layers=sum(group.num_layers for group in mine) / layers if layers else 1.0,
         flops=sum(group.flops for group in mine) / flops if flops else (None if layers else 1.0),
     )
+
+
+def refuse_low_share(
+    groups: tuple[LayerGroup, ...], dtype: str, min_share: float, reasons: Mapping[str, str], where: Where | None
+) -> None:
+    """Ends the run where too little of the work is in the asked type.
+
+    The share of the work counts if every layer's is known, else that of the layers.
+
+    Args:
+        groups: of the graph that goes to the builder.
+        dtype: asked for, as in `LayerGroup`.
+        min_share: 0 to 1.
+        reasons: node name -> why it is not in that type, for the nodes of which that is known.
+        where: the place in the spec that asks for the share.
+
+    Raises:
+        GraphError: the share is smaller.
+    """
+    found = share(groups, dtype)
+    is_sized = found.flops is not None and not any(group.num_unsized for group in groups)
+    part = found.flops if found.flops is not None and is_sized else found.layers
+    if part >= min_share:
+        return
+    what = "work (FLOPs)" if is_sized else "layers"
+    others = [group for group in groups if group.dtype != dtype]
+    raise GraphError(
+        f"{part:.1%} of the {what} of Conv, MatMul and their like would be in {dtype}, min_share asks for {min_share:.1%}",
+        where=where,
+        detail=[*(_group_line(group, groups) for group in others), *_reason_lines(others, reasons)],
+        next_step=f"write min_share: {math.floor(part * 100) / 100:g} under precision, or take away what the reasons name",
+    )
+
+
+def _group_line(group: LayerGroup, groups: tuple[LayerGroup, ...]) -> str:
+    work = 0 if any(each.num_unsized for each in groups) else sum(each.flops for each in groups)
+    part = f", {group.flops / work:.1%} of the work" if work else ""
+    more = f" and {group.num_layers - _MOST_NAMES} more" if group.num_layers > _MOST_NAMES else ""
+    names = ", ".join(f"'{name}'" for name in group.names[:_MOST_NAMES])
+    return f"{group.num_layers} {group.op} in {group.dtype}{part}: {names}{more}"
+
+
+def _reason_lines(groups: list[LayerGroup], reasons: Mapping[str, str]) -> Iterator[str]:
+    """Each reason once, with how many layers it holds back and the first of them, the most frequent first."""
+    held: dict[str, list[str]] = {}
+    for name in (name for group in groups for name in group.names):
+        if name in reasons:
+            held.setdefault(reasons[name], []).append(name)
+    for reason, names in sorted(held.items(), key=lambda entry: -len(entry[1]))[:_MOST_REASONS]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"'{names[0]}'{more}: {reason}"
+
+
+def refuse_other_types(groups: tuple[LayerGroup, ...], network: tuple[NetworkLayers, ...], identifier: str) -> None:
+    """Ends a build whose parsed network computes a layer in a wider type than the graph does.
+
+    Args:
+        groups: of the graph.
+        network: the weighted layers of the parsed network.
+        identifier: of the engine.
+
+    Raises:
+        BuildError: there are such layers; all are named in it.
+    """
+    asked = {name: group.dtype for group in groups if group.dtype in _LOW_TYPES for name in group.names}
+    wider = [
+        f"'{name}' ({layers.kind}): {asked[name]} in the graph, {layers.dtype} in the network"
+        for layers in network
+        for name in layers.names
+        if name in asked and layers.dtype != asked[name]
+    ]
+    if wider:
+        raise BuildError(
+            f"{identifier}: the parsed network has {len(wider)} layer{'s' * (len(wider) != 1)} in another type than the graph",
+            detail=wider,
+            next_step="report this as a bug of trtforge, with the lines above",
+        )
 
 
 def _layers(typed: ModelProto) -> Iterator[tuple[str, str, str, int | None]]:

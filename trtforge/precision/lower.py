@@ -25,9 +25,10 @@ from trtforge.precision.network import (
     skeleton,
     without_functions,
 )
-from trtforge.precision.opsets import raise_opset
-from trtforge.precision.policy import WEIGHTED, KeepRules, Range, Reasons, reasons_for_float
-from trtforge.precision.weights import ONNX_TYPES, LowType, write_converted, write_same
+from trtforge.precision.opsets import raise_for_bfloat16
+from trtforge.precision.policy import WEIGHTED, KeepRules, Reasons, reasons_for_float
+from trtforge.precision.weights import ONNX_TYPES, LowType, WeightsFile, write_converted, write_same
+from trtforge.types import Range
 
 _LARGE_TABLE = 1 << 16
 """A constant of more elements is halved even if that takes a cast, such as the words of an embedding."""
@@ -51,7 +52,7 @@ class Decision:
 
     node: str
     op: str
-    dtype: Type
+    dtype: Type | Literal["int8"]
     reason: str
     range: Range | None
 
@@ -80,7 +81,9 @@ def lower(
     keep: KeepRules = KeepRules(),  # noqa: B008 - frozen
     ranges: Mapping[str, Range] | None = None,
     keep_io: bool = True,
+    max_opset: int = 22,
     weights_dir: Path | None = None,
+    weights_file: WeightsFile | None = None,
 ) -> Lowered:
     """Lowers the FP32 part of `model` to `dtype`.
 
@@ -88,7 +91,8 @@ def lower(
     type, as strongly typed TensorRT demands; among all assignments that respect `policy`, keep Conv, MatMul and their
     like in `dtype` and change only other nodes, the one with the fewest casts, those in a loop counting several times; a
     value is cast to a type at most once.
-    `model` is not changed. Beyond it, memory holds the result and one weight.
+    `model` is not changed. Beyond it, memory holds the result and one weight; with `weights_file`, the result without its
+    large weights.
 
     Args:
         model: sorted, as ingest gives it. Types other than FP32 in it stay.
@@ -96,7 +100,9 @@ def lower(
         keep: what stays FP32 whatever the data says.
         ranges: value name -> range seen in calibration data (`observe_ranges`); None to judge by structure alone.
         keep_io: whether FP32 inputs and outputs stay FP32; else they become `dtype` where the data allows.
+        max_opset: the latest opset that the result may have where the model's is earlier.
         weights_dir: folder of external weights that are not loaded; they are taken into the result.
+        weights_file: takes the large weights of the result, which then refers to it.
 
     Raises:
         GraphError: the types of the model's values contradict each other.
@@ -105,7 +111,7 @@ def lower(
     """
     opened = without_functions(model)
     weights = tuple(tensor for tensor in model.graph.initializer if is_large(tensor))
-    notes = raise_opset(opened, weights) if dtype == "bfloat16" else ()
+    notes = raise_for_bfloat16(opened, weights, max_opset) if dtype == "bfloat16" else ()
     low_type = f"tensor({dtype})"
     network = network_of(opened, weights, low_type)
     boundary = () if keep_io else tuple(_boundary(network))
@@ -113,10 +119,10 @@ def lower(
     units = [unit for unit in (*network.units, *boundary) if unit.concerns_floats]
     types = _types(units, reasons, network, dtype)
     decisions = tuple(_decision(unit, types[unit], reasons, dtype, ranges or {}) for unit in units)
-    writer = _Writer(network, types, dtype, weights_dir)
+    writer = _Writer(network, types, dtype, weights_dir, weights_file)
     writer.rewrite()
     writer.add_weights(weights)
-    _check(opened)
+    check(opened)
     return Lowered(opened, decisions, writer.num_casts, notes)
 
 
@@ -179,11 +185,19 @@ def _decision(unit: Unit, type_: Type, reasons: Reasons, dtype: LowType, ranges:
 class _Writer:
     """Rewrites a model in place to the types decided."""
 
-    def __init__(self, network: Network, types: Mapping[Unit, Type], dtype: LowType, folder: Path | None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        types: Mapping[Unit, Type],
+        dtype: LowType,
+        folder: Path | None,
+        weights_file: WeightsFile | None,
+    ) -> None:
         self.network = network
         self.types = types
         self.dtype: LowType = dtype
         self.folder = folder
+        self.weights_file = weights_file
         self.num_casts = 0
         self.needs: dict[Value, dict[Type, None]] = {}
         self.names: dict[tuple[Value, Type], str] = {}
@@ -331,7 +345,9 @@ class _Writer:
     def _write(self, value: Value, tensor: TensorProto, graph: GraphProto) -> None:
         """Adds an initializer in each type that is needed of it."""
         if value.element_type != FLOAT:
-            write_same(tensor, graph.initializer.add(), self.folder)
+            target = graph.initializer.add()
+            write_same(tensor, target, self.folder)
+            self._move_out(target)
             return
         for type_ in {self._given(value): None, **self.needs[value]}:
             target = graph.initializer.add()
@@ -340,6 +356,11 @@ class _Writer:
             else:
                 write_converted(tensor, target, self.dtype, self.folder)
             target.name = self.names[value, type_]
+            self._move_out(target)
+
+    def _move_out(self, tensor: TensorProto) -> None:
+        if self.weights_file is not None and tensor.HasField("raw_data") and is_large(tensor):
+            self.weights_file.take(tensor)
 
     def _onnx_type(self, type_: Type) -> int:
         return FLOAT if type_ == "float32" else ONNX_TYPES[type_]
@@ -350,7 +371,7 @@ def _is_float_output(value: Value) -> bool:
     return value.is_output and not any(reader.op == "output" for reader in value.readers)
 
 
-def _check(model: ModelProto) -> None:
+def check(model: ModelProto) -> None:
     """Runs ONNX's own checks, types included.
 
     Raises:

@@ -418,7 +418,7 @@ class _Reader:
             made = tuple(
                 value
                 for position, value in _positions(node, results)
-                if value.element_type == FLOAT and _type_string(schema.outputs, position) in variables
+                if value.element_type == FLOAT and _result_type(schema, node, position) in variables
             )
         return Unit(node.name, op, node, graph, operands, results, typed, made, obstacle)
 
@@ -435,7 +435,7 @@ class _Reader:
             if value and value.element_type == 0 and _formal(schema, position, op) in variables:
                 return f"the type of its operand '{value.name}' is not known"
         for position, value in _positions(node, results):
-            formal = _type_string(schema.outputs, position)
+            formal = _result_type(schema, node, position)
             if value.element_type == FLOAT and formal not in variables and formal != _FLOAT_TYPE:
                 return f"an attribute of {op} decides its type"
         return _type_obstacle(schema, variables, self.low_type, self.opset)
@@ -558,6 +558,16 @@ def _type_string(formals: Iterable[OpSchema.FormalParameter], position: int) -> 
     if not formals:
         return ""
     return str(formals[min(position, len(formals) - 1)].type_str)
+
+
+def _result_type(schema: OpSchema, node: NodeProto, position: int) -> str:
+    """Type of the output at `position`, as `_formal`.
+
+    Source: ONNX DequantizeLinear-23, whose result has the type of the scale where no attribute says otherwise.
+    """
+    if node.op_type == "DequantizeLinear" and attribute(node, "output_dtype") is None:
+        return _type_string(schema.inputs, 1)
+    return _type_string(schema.outputs, position)
 
 
 def _variables(schema: OpSchema, op: str, operands: tuple[Value | None, ...]) -> set[str]:

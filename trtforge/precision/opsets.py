@@ -1,8 +1,8 @@
-"""Raises the standard opset, subgraphs included, where BF16 needs a later version of an operator."""
+"""Raises the standard opset, subgraphs included, where a type needs a later version of an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
@@ -21,39 +21,64 @@ Source: ONNX Changelog, version 22; TensorRT-RTX 1.7 was seen to parse it.
 _MOST_NAMED = 5
 
 
-def raise_opset(model: ModelProto, weights: Iterable[TensorProto]) -> tuple[str, ...]:
+def raise_for_bfloat16(model: ModelProto, weights: Iterable[TensorProto], max_opset: int = _HIGHEST) -> tuple[str, ...]:
     """Raises the opset of a model, in place, as far as BF16 needs it, if every node can be written in the later one.
 
     Args:
         model: a skeleton without local functions, with unique node names.
         weights: the large initializers that it lacks.
+        max_opset: the latest that may be written.
 
     Returns:
         A note on what was done, or on what stands in the way.
     """
     opset = standard_opset(model)
-    nodes = [node for graph in all_graphs(model.graph) for node in graph.node if is_standard(node)]
-    wanted = max([_FIRST_WITH_BFLOAT16, *(_needed(node, opset) for node in nodes)])
+    nodes = _standard_nodes(model)
+    highest = min(max_opset, _HIGHEST)
+    wanted = min(highest, max([_FIRST_WITH_BFLOAT16, *(_needed(node, opset, highest) for node in nodes)]))
     if wanted <= opset:
         return ()
-    ranks = _ranks(element_types(model, weights))
-    changes = {id(node): list(_changes(node, opset, wanted)) for node in nodes}
-    stuck = [node for node in nodes if None in changes[id(node)]]
+    stuck = raise_opset(model, weights, wanted)
     if stuck:
-        names = ", ".join(f"'{node.name}' ({node.op_type})" for node in stuck[:_MOST_NAMED])
+        names = names_of(stuck)
         return (f"bfloat16 needs opset {wanted} for more of the model; it stays {opset}, for {names} would change",)
+    return (f"raised the opset from {opset} to {wanted}, which bfloat16 needs",)
+
+
+def raise_opset(model: ModelProto, weights: Iterable[TensorProto], wanted: int) -> tuple[NodeProto, ...]:
+    """Raises the opset of a model to `wanted`, a later one, in place.
+
+    Returns:
+        Nodes that cannot be written in it; if there is one, nothing was changed.
+    """
+    opset = standard_opset(model)
+    nodes = _standard_nodes(model)
+    changes = {id(node): list(_changes(node, opset, wanted)) for node in nodes}
+    stuck = tuple(node for node in nodes if None in changes[id(node)])
+    if stuck:
+        return stuck
+    ranks = _ranks(element_types(model, weights))
     for graph in reversed(list(all_graphs(model.graph))):
         _rewrite(graph, changes, ranks)
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx"):
             entry.version = wanted
     model.ir_version = max(model.ir_version, helper.find_min_ir_version_for(model.opset_import, ignore_unknown=True))
-    return (f"raised the opset from {opset} to {wanted}, which bfloat16 needs",)
+    return ()
 
 
-def _needed(node: NodeProto, opset: int) -> int:
+def names_of(nodes: Sequence[NodeProto]) -> str:
+    """The first of them, for a message."""
+    return ", ".join(f"'{node.name}' ({node.op_type})" for node in nodes[:_MOST_NAMED])
+
+
+def _standard_nodes(model: ModelProto) -> list[NodeProto]:
+    return [node for graph in all_graphs(model.graph) for node in graph.node if is_standard(node)]
+
+
+def _needed(node: NodeProto, opset: int, highest: int) -> int:
     """The first opset, up to the highest, at which `node` takes BF16 wherever it takes FP32; `opset` if there is none."""
-    for version in range(opset, _HIGHEST + 1):
+    for version in range(opset, highest + 1):
         if not onnx.defs.has(node.op_type, version, ""):
             return opset
         constraints = onnx.defs.get_schema(node.op_type, version, "").type_constraints

@@ -13,11 +13,14 @@ from onnx import TensorProto, numpy_helper
 from trtforge.errors import Problem, SpecError, closest, raise_any
 from trtforge.precision.network import FLOAT, Network, Unit, Value, attribute
 from trtforge.precision.weights import LARGEST, Constant, LowType, describe
+from trtforge.types import Range
 
 WEIGHTED = frozenset(
     ["Attention", "Conv", "ConvTranspose", "DeformConv", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN"]
 )
 """Operators whose work a lower type is asked for; they never stay FP32 to save a cast."""
+
+QDQ = frozenset({"DequantizeLinear", "QuantizeLinear"})
 
 SMALLEST_NORMAL: dict[LowType, float] = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 """Below it precision is lost bit by bit; float16 has nothing but zero below 2^-25.
@@ -152,22 +155,6 @@ Reasons = dict[Unit, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Values of a tensor over all data seen.
-
-    Attributes:
-        low, high: smallest and largest; NaN where a value was not finite.
-        absmax: largest magnitude; inf where a value was not finite.
-        finite: whether every value was.
-    """
-
-    low: float
-    high: float
-    absmax: float
-    finite: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KeepRules:
     """Globs on node names of what stays FP32, as in the spec's `keep`."""
 
@@ -198,7 +185,7 @@ def reasons_for_float(
     units = [unit for unit in network.units if unit.concerns_floats]
     constants = _Constants(dtype, folder)
     rules: tuple[Callable[[], Iterable[tuple[Unit, str]]], ...] = (
-        lambda: _kept(network, keep),
+        lambda: kept(network, keep),
         lambda: ((unit, unit.obstacle) for unit in units if unit.obstacle),
         lambda: ((unit, reason) for unit in units if (reason := _policy(unit, dtype))),
         lambda: _norm_chains(network, constants),
@@ -244,15 +231,21 @@ class _Constants:
         return describe(fill.t, self._dtype, self._folder) if fill else None
 
 
-def _kept(network: Network, keep: KeepRules) -> Iterator[tuple[Unit, str]]:
-    names = {unit.node.name for unit in network.units if unit.node}
+def kept(network: Network, keep: KeepRules) -> Iterator[tuple[Unit, str]]:
+    """Units whose nodes a glob names, each with that glob; Q/DQ nodes, which are ours, bear names made of others'.
+
+    Raises:
+        SeveralErrors: globs that match no node, each with the closest name.
+    """
+    nodes = [unit for unit in network.units if unit.node and unit.op not in QDQ]
+    names = {unit.name for unit in nodes}
     problems = []
     for pattern in keep.patterns:
         matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not matching:
             problems.append(_unmatched(pattern, names))
         reason = f"keep '{pattern}'"
-        yield from ((unit, reason) for unit in network.units if unit.node and unit.node.name in matching)
+        yield from ((unit, reason) for unit in nodes if unit.name in matching)
     raise_any(problems)
 
 
@@ -455,7 +448,8 @@ def _constant_reason(unit: Unit, dtype: LowType, constants: _Constants) -> str:
             and any(_is_guard(reader) for value in unit.writes for reader in value.readers)
         ):
             return f"the constant {constant.absmax:.3g} keeps from a division by zero, below {dtype}'s normal range"
-        vanishes = is_tiny or constant.loss > _MOST_LOSS[dtype]
+        # The scales of quantized tensors lie in the lower type already, so that small ones lose nothing.
+        vanishes = (is_tiny and unit.op not in QDQ) or constant.loss > _MOST_LOSS[dtype]
         if vanishes and position not in _ADDITIVE.get(unit.op, ()):
             what = f"constant {constant.low:.3g}" if constant.size == 1 else f"weights '{_name(unit, position)}'"
             return f"the {what} would lose {constant.loss:.2g} of its norm in {dtype}"

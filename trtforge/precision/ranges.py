@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from trtforge.precision.network import FLOAT, Network, attribute, bodies, is_large, network_of, without_functions
-from trtforge.precision.policy import Range
 from trtforge.reference import ReferenceSession
-from trtforge.types import Graph, TensorSpec
+from trtforge.types import Graph, Range, TensorSpec
 
 Feeds = Mapping[str, NDArray[Any]]
 _PREFIX = "trtforge:"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,9 @@ _SMALLEST: dict[LowType, float] = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
 """Smallest number that is not zero; below the normal range, rounding errs by up to half of it."""
 
 _NEGLIGIBLE = 1e-4
+_ALIGNMENT = 4096
+"""Of external data, so that it can be mapped. Source: ONNX's external data format, offset."""
+
 _SLICE = 1 << 20
 
 
@@ -53,10 +56,20 @@ class Constant:
 def values_of(tensor: TensorProto, folder: Path | None) -> NDArray[np.float32]:
     """The values of an FP32 tensor, flat; external ones are read from below `folder`."""
     if tensor.data_location == TensorProto.EXTERNAL:
-        tensor = _loaded(tensor, folder)
+        return _mapped(tensor, folder)
     if tensor.HasField("raw_data"):
         return np.frombuffer(tensor.raw_data, "<f4")
     return np.asarray(numpy_helper.to_array(tensor), np.float32).reshape(-1)
+
+
+def _mapped(tensor: TensorProto, folder: Path | None) -> NDArray[np.float32]:
+    """External values where they lie, so that memory need not hold all of a tensor."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    size = math.prod(tensor.dims)
+    if size == 0:
+        return np.empty(0, np.float32)
+    path, offset = (folder or Path.cwd()) / entries["location"], int(entries.get("offset", 0))
+    return np.asarray(np.memmap(path, "<f4", "r", offset, (size,)))
 
 
 def _loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
@@ -127,3 +140,28 @@ def write_same(source: TensorProto, target: TensorProto, folder: Path | None) ->
         source = _loaded(source, folder)
         source.data_location = TensorProto.DEFAULT
     target.CopyFrom(source)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A file beside a model that takes the values of its large tensors, one after the other.
+
+    Attributes:
+        location: its name, as the model's tensors give it.
+        file: open for writing, at the end of what it holds.
+    """
+
+    location: str
+    file: BinaryIO
+
+    def take(self, tensor: TensorProto) -> None:
+        """Moves the values of `tensor` into the file.
+
+        Raises:
+            OSError: no space.
+        """
+        offset = -(-self.file.tell() // _ALIGNMENT) * _ALIGNMENT
+        self.file.write(b"\0" * (offset - self.file.tell()))
+        num_bytes = self.file.write(tensor.raw_data)
+        external_data_helper.set_external_data(tensor, self.location, offset, num_bytes)
+        tensor.ClearField("raw_data")
