@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import importlib.metadata
 import platform
 import re
@@ -118,7 +119,22 @@ def _packages() -> dict[str, str]:
             except importlib.metadata.PackageNotFoundError:
                 continue
             break
+    if "tensorrt" not in found and (
+        version := _version_in_source("tensorrt_bindings") or _version_in_source("tensorrt")
+    ):
+        found["tensorrt"] = version
     return found
+
+
+def _version_in_source(module: str) -> str:
+    """`__version__` of a module that lies on the path without a distribution, as in some containers; not imported."""
+    spec = importlib.machinery.PathFinder.find_spec(module)
+    try:
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+    match = re.search(r'^__version__ = "([0-9.]+)"', text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _driver_version() -> str:

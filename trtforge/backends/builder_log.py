@@ -297,6 +297,21 @@ _NO_GPU_ECHO: Final = re.compile(r".*catchCudaError.*cudaError 35: .*")
 _PARSER_ECHO: Final = re.compile(r"ModelImporter\.cpp:\d+: (While parsing|--- |ERROR: |Node name: )")
 
 
+_WEIGHTS: Final = r"- (?P<count>\d+) weights are affected by this issue: Detected "
+_WARNINGS: Final = (
+    (re.compile(_WEIGHTS + "subnormal"), "{count} weights are below 6.1e-5, where FP16 has fewer digits"),
+    (re.compile(_WEIGHTS + "values less"), "{count} weights are below 6e-8, and become 6e-8 in FP16"),
+    (re.compile(_WEIGHTS + "finite FP32 values"), "{count} weights are above 65504, and become 65504 in FP16"),
+    # TensorRT leaves the names of nodes that are bound to FP32 empty.
+    (re.compile("Detected layernorm nodes in FP16: (?P<nodes>.*)"), "LayerNorm in FP16, which may overflow: {nodes}"),
+    (re.compile("Running layernorm after self-attention in FP16 may cause overflow"), ""),
+    (re.compile("TensorRT encountered issues when converting weights between types"), ""),
+    (re.compile("If this is not the desired behavior, please modify the weights or retrain"), ""),
+    (re.compile("Check verbose logs for the list of affected weights"), ""),
+)
+"""What a warning begins with -> what is told instead. Source: seen with TensorRT 8.6 on an H200; logs of 8.5 and 8.6 builds that users published."""
+
+
 _OTHER_USE: Final = _Row(
     rf"(UNSUPPORTED|INVALID)_NODE\w* {_AS_NODE}(?P<text>.{{1,300}})",
     "operator {op} (node '{node}') is used in a way that TensorRT does not support: {text}",
@@ -349,6 +364,15 @@ def error_lines(messages: Iterable[BuilderMessage]) -> list[str]:
             lines.update(dict.fromkeys(line for line in message.text.splitlines() if line.strip()))
     causes = [line for line in lines if not _NO_GPU_ECHO.fullmatch(line)]
     return causes or list(lines)
+
+
+def readable_warning(text: str) -> str:
+    """A frequent warning in one line; "" for lines that only stand around one; any other text as it is."""
+    for pattern, told in _WARNINGS:
+        if match := pattern.match(text):
+            words = {key: ", ".join(re.findall(r"[^,\s]+", value)) for key, value in match.groupdict().items()}
+            return told.format(**words) if all(words.values()) else ""
+    return text
 
 
 def matching_warnings(messages: Iterable[BuilderMessage], globs: Sequence[str]) -> tuple[BuilderMessage, ...]:

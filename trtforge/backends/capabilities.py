@@ -24,6 +24,7 @@ class Capability:
         documented_max_opset: the last opset that NVIDIA says is supported; between this and `max_opset` is a warning.
         late_operators: (operator, opset of its definition) -> why this version misreads that definition.
         network_flags: names of NetworkDefinitionCreationFlag that a typed graph needs.
+        preview_features: names of PreviewFeature without which two contexts cannot use one profile.
         compute_capabilities: that it builds for, lowest first.
         io_dtypes: element type of graph inputs and outputs -> "" or why not; a type that is absent is not supported.
         narrowed_dtypes: element type that the parser replaces -> what it becomes.
@@ -46,6 +47,7 @@ class Capability:
     documented_max_opset: int
     late_operators: dict[tuple[str, int], str]
     network_flags: tuple[str, ...]
+    preview_features: tuple[str, ...]
     compute_capabilities: tuple[str, ...]
     io_dtypes: dict[str, str]
     narrowed_dtypes: dict[str, str]
@@ -64,6 +66,10 @@ class Capability:
     def name(self) -> str:
         """For messages: `tensorrt 10.9`."""
         return f"{self.backend} {self.version}"
+
+    def flags_of_network(self, *, implicit: bool) -> tuple[str, ...]:
+        """Names of NetworkDefinitionCreationFlag; a calibrator has no say in a strongly typed network."""
+        return tuple(name for name in self.network_flags if not (implicit and name == "STRONGLY_TYPED"))
 
     def can_compute(self, precision: str, compute_capability: str) -> str:
         """Why GPUs of `compute_capability` do not compute in `precision`, "" if they do."""
@@ -116,7 +122,7 @@ _LATE_OPERATORS = frozenset(
 )
 _LEGACY_OPERATORS = frozenset({"ImageScaler", "ParametricSoftplus", "ScaledTanh"})
 
-_NO_PLUGINS = "it needs a TensorRT plugin, and trtforge loads no plugin library"
+_NO_PLUGINS = "it needs a TensorRT plugin, and the spec names no plugins"
 _ONLY_EXPLICIT = (
     "TensorRT 11 removed calibrators: quantization is part of the model (QuantizeLinear and DequantizeLinear)"
 )
@@ -130,6 +136,7 @@ _TENSORRT_8_6 = Capability(
     documented_max_opset=17,
     late_operators={},
     network_flags=("EXPLICIT_BATCH",),
+    preview_features=("PROFILE_SHARING_0806",),
     compute_capabilities=("sm70", "sm72", "sm75", "sm80", "sm86", "sm87", "sm89", "sm90"),
     io_dtypes=_IO_DTYPES_8,
     narrowed_dtypes={"int64": "int32", "float64": "float32"},
@@ -159,6 +166,7 @@ _TENSORRT_8_6 = Capability(
         "onnx-tensorrt operators.md, branch 8.6-GA: opset 17, operators, INT64 to INT32 and DOUBLE to FLOAT clamped",
         "onnx-tensorrt operators.md, branch 10.0-GA: lowest opset 9; not documented for 8.6, taken to hold there too",
         "NvInfer.h release/8.6 and TensorRT 8.6.1 Python bindings: flags, data types, hardware compatibility levels",
+        "NvInferRuntime.h release/8.6, PreviewFeature::kPROFILE_SHARING_0806: off by default; in release/10.0 always on",
         "TensorRT 8.5.2 release notes: Maxwell and Pascal are still there in 8.6; trtforge names no such GPU model",
         "FP16 and INT8 on sm70: not documented in what was read; a GPU of that age falls back to FP32 kernels",
     ),
@@ -184,6 +192,7 @@ _T10_0 = _changed(
     max_opset=20,
     documented_max_opset=20,
     network_flags=("STRONGLY_TYPED",),
+    preview_features=(),
     io_dtypes=_IO_DTYPES_10,
     narrowed_dtypes={"float64": "float32"},
     precisions=_TENSORRT_8_6.precisions | {"bf16": "sm80", "fp8": "sm89", "int4": "sm80"},
@@ -320,6 +329,7 @@ _RTX_1_7 = Capability(
     documented_max_opset=24,
     late_operators={},
     network_flags=(),
+    preview_features=(),
     compute_capabilities=("sm75", "sm80", "sm86", "sm89", "sm120", "sm121"),
     io_dtypes=_IO_DTYPES_10,
     narrowed_dtypes={"float64": "float32"},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from trtforge.backends.surroundings import NOTHING_AROUND, Surroundings
 from trtforge.types import BuildUnit, BuiltEngine, Graph
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Backend(Protocol):
         work_dir: Path,
         on_event: Callable[[BuildEvent], None],
         timeout_seconds: float | None,
+        around: Surroundings = NOTHING_AROUND,
     ) -> BuiltEngine:
         """Builds `unit` from `graph` into a file in the folder `work_dir`.
 
@@ -39,13 +41,9 @@ class Backend(Protocol):
         """
 
 
-BACKENDS: Final = ("tensorrt_rtx",)
-"""`backend` of a spec's target, for those that this release builds."""
-
-
 def load_backend(name: str) -> Backend:
-    """The module of a backend in `BACKENDS`. Loaded when something is built, which most runs do not."""
-    from trtforge.backends import tensorrt_rtx  # noqa: PLC0415
+    """The module of a target's `backend`. Loaded when something is built, which most runs do not."""
+    from trtforge.backends import tensorrt, tensorrt_rtx  # noqa: PLC0415
 
-    backends: dict[str, Backend] = {tensorrt_rtx.NAME: tensorrt_rtx}
+    backends: dict[str, Backend] = {tensorrt_rtx.NAME: tensorrt_rtx, tensorrt.NAME: tensorrt}
     return backends[name]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from trtforge.backends.capabilities import BACKEND_NAMES, Capability, newest_version
-from trtforge.errors import CapabilityError, Problem, Where
+from trtforge.errors import CapabilityError, Problem, SpecError, Where
 from trtforge.gpu_models import GPU_MODELS, compute_capability_number, gpu_model, parse_compute_capability
 from trtforge.spec.load import SpecFile
 from trtforge.spec.model import BuilderSettings
@@ -22,7 +22,7 @@ _PRECISION_OF_TYPE = {
 }
 _NO_KERNELS_FOR = frozenset({"float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz", "uint4", "complex64", "complex128"})
 _MATRIX_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Attention", "LSTM", "GRU", "RNN"})
-_LOWERED = ("fp16", "bf16")
+_LOWERED = ("fp16", "bf16", "int8")
 _SHOWN_NODES = 3
 _AMPERE = 80
 _ORIN = "sm87"
@@ -39,6 +39,7 @@ def refusals(spec_file: SpecFile, target_index: int, graph: Graph, capability: C
     """
     return (
         *_gpu_problems(spec_file, target_index, capability),
+        *(_calibration_problems(spec_file) if target_index == 0 else ()),
         *_precision_problems(spec_file, graph, capability),
         *_gpu_precision_problems(spec_file, target_index, graph, capability),
         *_setting_problems(spec_file, target_index, capability),
@@ -178,12 +179,7 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
     where = spec_file.where("precision", "type")
     carried = _model_precisions(graph)
     if precision.quantization == "implicit":
-        reason = capability.implicit_quantization or "this release of trtforge does not calibrate"
-        yield _problem(
-            f"{capability.name} cannot build quantization: implicit: {reason}",
-            "remove 'quantization: implicit', and give a model with QuantizeLinear and DequantizeLinear",
-            spec_file.where("precision", "quantization"),
-        )
+        yield from _implicit_problems(spec_file, capability)
     if precision.type == "fp32" and carried:
         yield _problem(
             f"precision type fp32, but the model carries {', '.join(carried.values())}",
@@ -198,6 +194,12 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
             "remove keep, or write type: fp16",
             spec_file.where("precision", "keep"),
         )
+    if precision.keep.rest and precision.type != "int8":
+        yield _problem(
+            f"precision.keep.rest has no effect with type {precision.type}, which quantizes nothing",
+            "remove keep.rest, or write keep.fp32",
+            spec_file.where("precision", "keep", "rest"),
+        )
     for element_type in sorted(_NO_KERNELS_FOR & set(graph.element_types)):
         yield _problem(
             f"{capability.name} cannot compute with {element_type}, which the model carries",
@@ -206,13 +208,41 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
         )
 
 
+def _implicit_problems(spec_file: SpecFile, capability: Capability) -> Iterator[Problem]:
+    """TensorRT itself chooses which layers are quantized, so that a spec can say little about it."""
+    precision = spec_file.spec.precision
+    where = spec_file.where("precision", "quantization")
+    if reason := capability.implicit_quantization:
+        yield _problem(
+            f"{capability.name} cannot build quantization: implicit: {reason}",
+            "remove 'quantization: implicit', and give a model with QuantizeLinear and DequantizeLinear",
+            where,
+        )
+    elif precision.type != "int8":
+        text = f"quantization: implicit is a way to INT8, and precision.type is {precision.type}"
+        yield _problem(text, "write type: int8, or remove 'quantization: implicit'", where)
+    elif precision.rest == "bf16":
+        where = spec_file.where("precision", "rest")
+        yield _problem("quantization: implicit leaves the rest in fp16 or fp32, not in bf16", "write rest: fp16", where)
+    elif precision.keep.fp32 or precision.keep.rest:
+        text = "precision.keep has no effect with quantization: implicit, where TensorRT chooses the layers"
+        yield _problem(text, "remove keep, or 'quantization: implicit'", spec_file.where("precision", "keep"))
+
+
 def _asked_type_problems(spec_file: SpecFile, carried: dict[str, str], capability: Capability) -> Iterator[Problem]:
     """A type that the graph shall be lowered to."""
     asked = spec_file.spec.precision.type
     where = spec_file.where("precision", "type")
+    rest = spec_file.spec.precision.rest if asked == "int8" else asked
     lowest = capability.precisions[asked]
     if not lowest.startswith("sm"):
         yield _problem(f"{capability.name} cannot build {asked}: {lowest}", "write precision: {type: fp32}", where)
+    elif not capability.precisions[rest].startswith("sm"):
+        yield _problem(
+            f"{capability.name} cannot build rest: {rest}: {capability.precisions[rest]}",
+            "write rest: fp16",
+            spec_file.where("precision", "rest"),
+        )
     elif carried:
         yield _problem(
             f"precision type {asked}, but the model carries {', '.join(carried.values())} already",
@@ -221,10 +251,29 @@ def _asked_type_problems(spec_file: SpecFile, carried: dict[str, str], capabilit
         )
     elif asked not in _LOWERED:
         yield _problem(
-            f"precision type {asked}: this release of trtforge lowers to fp16 and bf16 only",
+            f"precision type {asked}: this release of trtforge lowers to fp16, bf16 and int8 only",
             "export the model in that type and write precision: {type: as_model}",
             where,
         )
+
+
+def _calibration_problems(spec_file: SpecFile) -> Iterator[Problem]:
+    """Scales come from real inputs; there is no synthetic source."""
+    if spec_file.spec.precision.type == "int8" and spec_file.spec.calibration is None:
+        yield Problem(
+            "precision type int8 takes its scales from real inputs, and the spec has no calibration",
+            "add a line 'calibration: {data: samples.npz}'",
+            spec_file.where("precision", "type"),
+            exit_code=SpecError.exit_code,
+        )
+
+
+def _written_precisions(spec_file: SpecFile) -> tuple[str, ...]:
+    """Types that lowering writes into the graph."""
+    precision = spec_file.spec.precision
+    if precision.type not in _LOWERED:
+        return ()
+    return tuple(dict.fromkeys((precision.type, precision.rest))) if precision.type == "int8" else (precision.type,)
 
 
 def _gpu_precision_problems(
@@ -239,15 +288,18 @@ def _gpu_precision_problems(
                 "export the model in float32",
                 spec_file.where("model", "onnx"),
             )
-    asked = spec_file.spec.precision.type
+    written = _written_precisions(spec_file)
     for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
-        if asked in _LOWERED and capability.precisions[asked].startswith("sm"):
-            if reason := capability.can_compute(asked, compute_capability):
+        for precision in written:
+            if capability.precisions[precision].startswith("sm") and (
+                reason := capability.can_compute(precision, compute_capability)
+            ):
                 yield _problem(
-                    f"GPU '{gpu}' ({compute_capability}) lacks {asked}: {reason}",
+                    f"GPU '{gpu}' ({compute_capability}) lacks {precision}: {reason}",
                     "remove the GPU from this spec, or write precision: {type: fp16}",
                     where,
                 )
+        if written and "fp32" not in written:
             continue
         for precision, shown in carried.items():
             if capability.precisions[precision].startswith("sm") and (
@@ -338,15 +390,17 @@ def _dtype_reason(tensor: TensorSpec, capability: Capability) -> str:
 
 def _operator_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
     where = spec_file.where("model", "onnx")
+    has_plugins = bool(spec_file.spec.plugins) and capability.backend == "tensorrt"
     for use in graph.operators:
-        if reason := _operator_reason(use, capability):
+        if reason := _operator_reason(use, capability, has_plugins=has_plugins):
             yield _problem(
                 f"{capability.name} has no {_full_name(use)}: {_nodes(use)}", _operator_step(use), where, (reason,)
             )
 
 
-def _operator_reason(use: OperatorUse, capability: Capability) -> str:
-    if use.op_type in capability.own_operators:
+def _operator_reason(use: OperatorUse, capability: Capability, *, has_plugins: bool) -> str:
+    """With plugins, whether there is one for an operator that is not ONNX's own is for the parser to find out."""
+    if use.op_type in capability.own_operators or (has_plugins and (use.domain or not use.since_version)):
         return ""
     if use.domain:
         is_local_function = use.since_version and not use.domain.startswith("ai.onnx")

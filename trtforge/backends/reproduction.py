@@ -34,7 +34,9 @@ def leave_reproduction(work_dir: Path, request: Mapping[str, Any], said: Transcr
     lines = [f"{message.severity}: {message.text}" for message in said.messages]
     printed = said.printed.decode(errors="replace").splitlines()
     (folder / "builder.log").write_text("\n".join([*lines, *printed, f"ended at: {said.phase}", ""]), encoding="utf-8")
-    again = {**request, "engine_path": "reproduced.engine", "started": 0.0}
+    again = {**request, "engine_path": "reproduced.engine", "started": 0.0, "timing_cache_path": None}
+    if again.get("inspection_path"):
+        again["inspection_path"] = "inspection.json"
     (folder / "request.json").write_text(json.dumps(again, indent=1), encoding="utf-8")
     shutil.copyfile(WORKER, folder / "worker.py")
     script = folder / "reproduce.sh"

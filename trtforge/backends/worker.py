@@ -11,6 +11,8 @@ builder refused; its reasons are in `lines`) or `problems` (something asked for 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import hashlib
 import importlib
 import json
@@ -48,6 +50,18 @@ _DTYPES = {
     "E8M0": "float8e8m0",
 }
 """TensorRT's DataType -> the name that `TensorSpec` uses."""
+
+_OWN_TYPE = frozenset(
+    (
+        *("CAST", "CONSTANT", "QUANTIZE", "DEQUANTIZE", "SHAPE", "ASSERTION", "FILL", "NON_ZERO"),
+        *("TRIP_LIMIT", "ITERATOR", "RECURRENCE", "LOOP_OUTPUT"),
+        *("CONDITION", "CONDITIONAL_INPUT", "CONDITIONAL_OUTPUT", "PLUGIN", "PLUGIN_V2"),
+    )
+)
+"""LayerType of layers whose types are not the builder's to choose, or that take no precision."""
+
+_WEIGHTED = ("CONVOLUTION", "DECONVOLUTION", "EINSUM", "MATRIX_MULTIPLY")
+"""LayerType of the layers that do most of the work."""
 
 
 class Refused(Exception):  # noqa: N818 - it carries an answer, and is caught in one place
@@ -98,9 +112,12 @@ def build(request: Json, send: Send) -> Json:
         Refused: the builder gave no engine, or something asked for cannot be done.
     """
     trt = _load(request)
+    _load_plugins(request)
     # TensorRT keeps plain pointers to its logger and monitor: these names keep the objects alive.
     logger = _logger(trt, send)
-    builder = trt.Builder(logger)
+    if request["module"] == "tensorrt":
+        trt.init_libnvinfer_plugins(logger, "")
+    builder = _builder(trt, logger)
     # The monotonic clock is the same in every process of a machine.
     seconds = {"start": time.monotonic() - request["started"]}
     with _timed(seconds, "parse"):
@@ -108,19 +125,32 @@ def build(request: Json, send: Send) -> Json:
         parser = trt.OnnxParser(network, logger)
         _parse(parser, request)
         refuse_if_any(_network_problems(network, request))
+        _keep_float32(trt, network, request)
     with _timed(seconds, "build"):
         config = builder.create_builder_config()
-        monitor = _monitor(trt, send)
-        config.progress_monitor = monitor
+        if hasattr(trt, "IProgressMonitor"):
+            monitor = _monitor(trt, send)
+            config.progress_monitor = monitor
+        else:
+            send({"kind": "phase", "text": "build", "fraction": 0.0})
         refuse_if_any(_configure(trt, config, request))
-        _add_profiles(builder, config, request)
+        first_profile = _add_profiles(builder, config, request)
+        calibrator = _set_calibrator(trt, config, first_profile, request)
+        timing_cache = _set_timing_cache(config, request, send)
         engine = builder.build_serialized_network(network, config)
+    if calibrator is not None and calibrator.was_refused:
+        summary = "TensorRT did not take the calibration cache, whose first line names another version or algorithm"
+        refuse_if_any([problem("BuildError", summary, "trtforge calibrate SPEC  # writes one for this version")])
     if engine is None:
         raise Refused({"kind": "no_engine", "stage": "build", "lines": [], "recent": list(logger.recent)})
     with _timed(seconds, "write"):
         view = memoryview(engine)
         digest = hashlib.sha256(view).hexdigest()
         write_engine(Path(request["engine_path"]), view)
+        timing_cache_digest = _keep_timing_cache(config, timing_cache, request, send)
+    if request["inspection_path"] is not None:
+        with _timed(seconds, "inspect"):
+            _inspect(trt, logger, engine, request)
     return {
         "kind": "built",
         "digest": digest,
@@ -129,7 +159,41 @@ def build(request: Json, send: Send) -> Json:
         "inputs": [_tensor(network.get_input(i)) for i in range(network.num_inputs)],
         "outputs": [_tensor(network.get_output(i)) for i in range(network.num_outputs)],
         "peak_memory_bytes": _peak_memory_bytes(),
+        "weighted_layers": _weighted_layers(network) if _is_strongly_typed(request) else [],
+        "timing_cache_digest": timing_cache_digest,
     }
+
+
+def _is_strongly_typed(request: Json) -> bool:
+    """Whether the builder keeps the types of the parsed network."""
+    is_always = request["module"] == "tensorrt_rtx" or int(request["version"].split(".")[0]) >= 11  # noqa: PLR2004
+    return is_always or "STRONGLY_TYPED" in request["network_flags"]
+
+
+def _weighted_layers(network: Any) -> list[Json]:
+    """The layers that do most of the work, by kind and type."""
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    quantized: dict[str, str] = {}
+    for layer in layers:
+        if layer.type.name == "DEQUANTIZE":
+            quantized[layer.get_output(0).name] = layer.get_input(0).dtype.name
+        elif layer.type.name == "SHUFFLE" and layer.get_input(0).name in quantized:
+            # The parser gives weights of fewer dimensions than the other operand more of them.
+            quantized[layer.get_output(0).name] = quantized[layer.get_input(0).name]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        if layer.type.name in _WEIGHTED:
+            dtype = _computed_dtype(layer, quantized)
+            groups.setdefault((layer.type.name, _DTYPES.get(dtype, dtype)), []).append(layer.name)
+    return [{"kind": kind, "dtype": dtype, "names": names} for (kind, dtype), names in sorted(groups.items())]
+
+
+def _computed_dtype(layer: Any, quantized: Mapping[str, str]) -> str:
+    """That of the quantized values where both operands are dequantized right before the layer; a bias does not count."""
+    operands = [tensor.name for i in range(min(layer.num_inputs, 2)) if (tensor := layer.get_input(i)) is not None]
+    is_quantized = len(operands) > 1 and all(name in quantized for name in operands)
+    found: str = quantized[operands[0]] if is_quantized else layer.get_output(0).dtype.name
+    return found
 
 
 def write_engine(path: Path, data: memoryview) -> None:
@@ -181,6 +245,7 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 def _load(request: Json) -> Any:
     name, version = request["module"], request["version"]
+    os.environ.update(request["environment"])  # CUDA reads it when the library starts it
     try:
         trt = importlib.import_module(name)
     except ImportError as error:
@@ -192,6 +257,18 @@ def _load(request: Json) -> Any:
         summary = f"{name} {trt.__version__} was loaded, the build was planned for {version}"
         refuse_if_any([problem("CapabilityError", summary, f"install {name} {version}, or plan the build again")])
     return trt
+
+
+def _load_plugins(request: Json) -> None:
+    """Loads libraries whose operators register themselves."""
+    problems = []
+    for path in request["plugins"]:
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            summary = f"plugin library {path} cannot be loaded: {error}"
+            problems.append(problem("CapabilityError", summary, f"ldd {path}"))
+    refuse_if_any(problems)
 
 
 def _logger(trt: Any, send: Send) -> Any:
@@ -209,6 +286,14 @@ def _logger(trt: Any, send: Send) -> Any:
                 self.recent.append(text[:_LONGEST_TEXT])
 
     return Logger()
+
+
+def _builder(trt: Any, logger: Any) -> Any:
+    try:
+        return trt.Builder(logger)
+    except TypeError:  # pybind11's word for a null pointer; the logger was told why
+        answer = {"kind": "no_engine", "stage": "start", "lines": [], "recent": list(logger.recent)}
+        raise Refused(answer) from None
 
 
 def _monitor(trt: Any, send: Send) -> Any:
@@ -266,10 +351,17 @@ def _parse(parser: Any, request: Json) -> None:
 
 
 def _parser_line(error: Any) -> str:
+    if not hasattr(error, "node_name"):  # before TensorRT 10
+        return f"{_code(error)} in node number {error.node()}: {error.desc()}"[:_LONGEST_TEXT]
     node = error.node_name() or f"number {error.node()}"
     operator = error.node_operator() or "the graph"
     stack = "".join(f", in function {name}" for name in error.local_function_stack())
-    return f"{error.code().name} in {operator} '{node}'{stack}: {error.desc()}"[:_LONGEST_TEXT]
+    return f"{_code(error)} in {operator} '{node}'{stack}: {error.desc()}"[:_LONGEST_TEXT]
+
+
+def _code(error: Any) -> str:
+    """Name of a parser error's code; 8.6 has a method where later versions have the name."""
+    return str(error.code()).rpartition(".")[2]
 
 
 def _tensor(tensor: Any) -> Json:
@@ -368,14 +460,19 @@ def _configure(trt: Any, config: Any, request: Json) -> list[Json]:
         pool = getattr(trt.MemoryPoolType, name)
         config.set_memory_pool_limit(pool, value)
         check(f"{name} limit = {value} bytes", config.get_memory_pool_limit(pool) == value)
-    verbosity = getattr(trt.ProfilingVerbosity, request["profiling_verbosity"])
-    config.profiling_verbosity = verbosity
-    check(f"profiling verbosity {verbosity.name}", config.profiling_verbosity == verbosity)
+    for name, (enum, member) in request["enums"].items():
+        setattr(config, name, getattr(getattr(trt, enum), member))
+        check(f"{name} = {member}", getattr(config, name) == getattr(getattr(trt, enum), member))
+    for name in request["preview_features"]:
+        feature = getattr(trt.PreviewFeature, name)
+        config.set_preview_feature(feature, True)
+        check(f"{name} = True", config.get_preview_feature(feature))
     if request["tactic_sources"] is not None:
         sources = sum(1 << int(getattr(trt.TacticSource, name)) for name in request["tactic_sources"])
         check(f"tactic sources {request['tactic_sources']}", config.set_tactic_sources(sources))
         check(f"tactic sources {request['tactic_sources']}", config.get_tactic_sources() == sources)
-    problems += _set_compute_capability(trt, config, request)
+    if request["compute_capability"] is not None:
+        problems += _set_compute_capability(trt, config, request)
     return problems
 
 
@@ -395,15 +492,143 @@ def _set_compute_capability(trt: Any, config: Any, request: Json) -> list[Json]:
     return [problem("CapabilityError", summary, "use backend: tensorrt on a machine with that GPU")]
 
 
-def _add_profiles(builder: Any, config: Any, request: Json) -> None:
+def _add_profiles(builder: Any, config: Any, request: Json) -> Any:
+    """Adds all, and returns the first one, None where there is none."""
+    first = None
     for number, profile in enumerate(request["profiles"]):
         profile_of_trt = builder.create_optimization_profile()
+        first = profile_of_trt if first is None else first
         for name, (low, opt, high) in profile["shapes"].items():
             profile_of_trt.set_shape(name, low, opt, high)
         for name, (low, opt, high) in profile["values"].items():
             profile_of_trt.set_shape_input(name, low, opt, high)
         if config.add_optimization_profile(profile_of_trt) != number:
             raise Refused({"kind": "no_engine", "stage": f"profile '{profile['name']}'", "lines": []})
+    return first
+
+
+def _keep_float32(trt: Any, network: Any, request: Json) -> None:
+    """Binds what the graph computes in FP32, which a weakly typed network is free to run in a lower type.
+
+    The parser makes several layers of some nodes; the tensors between them have names of its own and take the type of
+    the layer that reads them, so layers are looked at from the last to the first.
+    """
+    bound = dict(request["bound_tensors"])
+    for index in reversed(range(network.num_layers if bound else 0)):
+        layer = network.get_layer(index)
+        outputs = [layer.get_output(place) for place in range(layer.num_outputs)]
+        is_bound = any(tensor is not None and bound.get(tensor.name, False) for tensor in outputs)
+        if not is_bound or layer.type.name in _OWN_TYPE:
+            continue
+        for tensor in filter(None, (layer.get_input(place) for place in range(layer.num_inputs))):
+            bound.setdefault(tensor.name, True)
+        layer.precision = trt.DataType.FLOAT
+        for place, tensor in enumerate(outputs):
+            if tensor is not None and tensor.dtype.name in ("FLOAT", "HALF"):
+                layer.set_output_type(place, trt.DataType.FLOAT)
+
+
+def _set_calibrator(trt: Any, config: Any, profile: Any, request: Json) -> Any:
+    """A calibrator that only hands over the scales that it was given; None where none is asked for."""
+    if request["calibration"] is None:
+        return None
+    base: Any = getattr(trt, request["calibration"]["calibrator"])
+    cache = Path(request["calibration"]["path"]).read_bytes()
+    cache = _with_own_version(cache, request)
+
+    class Calibrator(base):  # type: ignore[misc]
+        was_refused = False
+
+        def __init__(self) -> None:
+            base.__init__(self)
+
+        def get_batch_size(self) -> int:
+            return 1
+
+        def get_batch(self, names: list[str]) -> None:  # noqa: ARG002 - TensorRT's names
+            """Called only where the scales were not taken; no batch ends the build."""
+            self.was_refused = True
+
+        def read_calibration_cache(self) -> bytes:
+            return cache
+
+        def write_calibration_cache(self, cache: Any) -> None:
+            pass
+
+    calibrator = Calibrator()
+    config.int8_calibrator = calibrator
+    if profile is not None:
+        config.set_calibration_profile(profile)
+    return calibrator
+
+
+def _with_own_version(cache: bytes, request: Json) -> bytes:
+    """The header names the library's version to the patch, which the Python module's may differ from."""
+    try:
+        library = ctypes.CDLL(f"libnvinfer.so.{request['version'].split('.')[0]}")
+        number = int(library.getInferLibVersion())
+    except (OSError, AttributeError):
+        return cache
+    _, _, algorithm_and_rest = cache.partition(b"-")[2].partition(b"-")
+    return f"TRT-{number}-".encode() + algorithm_and_rest
+
+
+def _set_timing_cache(config: Any, request: Json, send: Send) -> Any:
+    """The measurements of earlier builds, or fresh ones where there are none or they do not fit."""
+    path = request["timing_cache_path"]
+    if path is None:
+        return None
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        data = b""
+    cache = config.create_timing_cache(data)
+    if cache is None or not config.set_timing_cache(cache, False):
+        send(
+            {
+                "kind": "message",
+                "severity": "warning",
+                "text": f"timing cache {path} does not fit; a fresh one is begun",
+            }
+        )
+        Path(path).unlink(missing_ok=True)
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, False)
+    return cache
+
+
+def _keep_timing_cache(config: Any, cache: Any, request: Json, send: Send) -> str | None:
+    """Joins what this build measured with what others have written meanwhile, and gives the SHA-256 of all of it."""
+    if cache is None:
+        return None
+    path = Path(request["timing_cache_path"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            other = config.create_timing_cache(path.read_bytes()) if path.exists() else None
+            if other is not None:
+                cache.combine(other, False)
+            data = bytes(cache.serialize())
+            aside = path.with_suffix(f".{os.getpid()}")
+            aside.write_bytes(data)
+            aside.replace(path)
+    except OSError as error:  # the engine is good without it
+        send({"kind": "message", "severity": "warning", "text": f"timing cache {path} is not kept: {error}"})
+        return None
+    return hashlib.sha256(data).hexdigest()
+
+
+def _inspect(trt: Any, logger: Any, engine: Any, request: Json) -> None:
+    """Writes what the finished engine says about its layers."""
+    runtime = trt.Runtime(logger)
+    runtime.engine_host_code_allowed = True  # it was built here a moment ago
+    loaded = runtime.deserialize_cuda_engine(engine)
+    if loaded is None:
+        raise Refused({"kind": "no_engine", "stage": "load for inspection", "lines": []})
+    inspector = loaded.create_engine_inspector()
+    text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    Path(request["inspection_path"]).write_text(text, encoding="utf-8")
 
 
 def _peak_memory_bytes() -> int:

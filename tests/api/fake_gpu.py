@@ -1,0 +1,272 @@
+"""A GPU that is none: memory is the host's, what is put into a stream happens at once, and what is not given back shows.
+
+Together with the stand-in for TensorRT it runs an engine that doubles its rows, or keeps those that are above 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+from stand_in import StandIn
+
+from trtforge.errors import CapabilityError
+
+TOTAL = 1 << 30
+COPY_MS = 1.0
+
+
+class FakeCuda:
+    """Implements `trtforge.cuda.Cuda`. The clock counts a millisecond a copy, and one for each row that is computed.
+
+    Attributes:
+        live: what was made and not given back, by name.
+        allocations_left: how many more allocations succeed.
+    """
+
+    name = "fake"
+
+    def __init__(self, note):
+        self.note = note
+        self.live = {}
+        self.names = {}
+        self.allocations_left = 1_000_000
+        self.clock_ms = 0.0
+        self.recording = None
+        self._count = itertools.count(1)
+
+    def _make(self, kind, handle, thing):
+        name = f"{kind}{next(self._count)}"
+        self.live[handle] = name, thing
+        self.names[handle] = name
+        return handle
+
+    def _end(self, handle):
+        name, _ = self.live.pop(handle)  # KeyError: given back twice
+        self.note(f"cuda.free({name})")
+
+    def do(self, action):
+        """Now, or each time that the graph under recording is launched."""
+        self.recording.append(action) if self.recording is not None else action()
+
+    def memory(self):
+        return TOTAL - sum(thing.nbytes for _, thing in self.live.values() if isinstance(thing, np.ndarray)), TOTAL
+
+    def _array(self, kind, num_bytes):
+        assert self.recording is None, "memory is allocated while a graph is recorded"
+        if not self.allocations_left:
+            raise CapabilityError(f"{num_bytes} bytes are needed", next_step="nvidia-smi")
+        self.allocations_left -= 1
+        assert num_bytes > 0
+        array = np.full(num_bytes, 0xCD, np.uint8)
+        self._make(kind, array.ctypes.data, array)
+        self.note(f"cuda.{kind}({num_bytes})")
+        return array
+
+    def allocate(self, num_bytes):
+        return self._array("device", num_bytes).ctypes.data
+
+    def free(self, pointer):
+        self._end(pointer)
+
+    def allocate_host(self, num_bytes):
+        return self._array("host", num_bytes)
+
+    def free_host(self, memory):
+        self._end(memory.ctypes.data)
+
+    def stream(self):
+        return self._make("stream", 7000 + next(self._count), None)
+
+    def free_stream(self, stream):
+        self._end(stream)
+
+    def _copy(self, target, source, num_bytes):
+        def copy():
+            self.clock_ms += COPY_MS
+            ctypes.memmove(target, source, num_bytes)
+
+        assert num_bytes > 0
+        self.do(copy)
+
+    def to_device(self, pointer, memory, _stream):
+        self.note(f"cuda.to_device({memory.nbytes})")
+        self._copy(pointer, memory.ctypes.data, memory.nbytes)
+
+    def to_host(self, memory, pointer, _stream):
+        self.note(f"cuda.to_host({memory.nbytes})")
+        self._copy(memory.ctypes.data, pointer, memory.nbytes)
+
+    def synchronize(self, stream):
+        assert stream in self.live
+        assert self.recording is None
+        self.note("cuda.synchronize")
+
+    def event(self, *, spin):
+        del spin
+        return self._make("event", next(self._count), {})
+
+    def free_event(self, event):
+        self._end(event)
+
+    def record(self, event, _stream):
+        self.live[event][1]["at"] = self.clock_ms
+
+    def wait_for(self, event):
+        assert event in self.live
+
+    def elapsed_ms(self, start, end):
+        return self.live[end][1]["at"] - self.live[start][1]["at"]
+
+    def begin_capture(self, _stream):
+        self.note("cuda.begin_capture")
+        self.recording = []
+
+    def end_capture(self, _stream):
+        self.note("cuda.end_capture")
+        actions, self.recording = self.recording, None
+        return self._make("graph", 9000 + next(self._count), actions)
+
+    def launch(self, graph, _stream):
+        self.note("cuda.launch")
+        for action in self.live[graph][1]:
+            action()
+
+    def free_graph(self, graph):
+        self._end(graph)
+
+    def close(self):
+        self.note("cuda.close")
+
+
+class Rig:
+    """A module `tensorrt` of a version, with a FakeCuda.
+
+    Attributes:
+        trace: calls, in order.
+        sizes_by_data: whether the engine keeps rows above 0, so that its output's size depends on the data.
+        shares_profiles: whether a profile may have several contexts.
+        log: what TensorRT logs while it loads; then it loads nothing.
+    """
+
+    def __init__(self, version, *, sized_by_data=False):
+        self.trace = []
+        self.cuda = FakeCuda(self.trace.append)
+        self.sized_by_data = sized_by_data
+        self.shares_profiles = True
+        self.log = ()
+        self.version = version
+        methods = {
+            name.replace("__", "."): method
+            for name, method in {
+                "Runtime__deserialize_cuda_engine": self._engine,
+                "ICudaEngine__get_tensor_name": lambda _engine, index: "xy"[index],
+                "ICudaEngine__get_tensor_mode": lambda _engine, name: self._mode("INPUT" if name == "x" else "OUTPUT"),
+                "ICudaEngine__get_tensor_dtype": lambda *_: self.stand_in.names["DataType"].FLOAT,
+                "ICudaEngine__get_tensor_location": lambda *_: self.stand_in.names["TensorLocation"].DEVICE,
+                "ICudaEngine__create_execution_context": self._context,
+                "IExecutionContext__set_optimization_profile_async": self._set_profile,
+                "IExecutionContext__set_input_shape": self._set_shape,
+                "IExecutionContext__set_tensor_address": self._set_address,
+                "IExecutionContext__set_output_allocator": self._set_allocator,
+                "IExecutionContext__infer_shapes": lambda _context: [],
+                "IExecutionContext__get_tensor_shape": self._shape,
+                "IExecutionContext__execute_async_v3": self._execute,
+            }.items()
+        } | {"Runtime.__init__": self._start}
+        self.stand_in = StandIn(version, self.trace.append, methods)
+        self.module = SimpleNamespace(**self.stand_in.names)
+
+    def text(self):
+        """The trace, with names in place of addresses and without questions."""
+        lines = [line for line in self.trace if not line.startswith(("ICudaEngine.get_", "IExecutionContext.get_"))]
+        text = "\n".join(lines) + "\n"
+        for handle in sorted(self.cuda.names, reverse=True):
+            text = text.replace(str(handle), self.cuda.names[handle])
+        return text
+
+    def _mode(self, name):
+        return self.stand_in.names["TensorIOMode"][name]
+
+    def _make(self, kind, **values):
+        made = self.stand_in.make(kind, **values)
+        weakref.finalize(made, self.trace.append, f"~{kind}")
+        return made
+
+    def _start(self, runtime, logger):
+        runtime.__dict__["log"] = logger
+        weakref.finalize(runtime, self.trace.append, "~Runtime")
+
+    def _engine(self, runtime, _data):
+        if self.log:
+            for line in self.log:
+                runtime.log.log(self.stand_in.names["ILogger"].Severity.ERROR, line)
+            return None
+        names = self.stand_in.data["classes"]["ICudaEngine"]
+        size = "device_memory_size_v2" if "device_memory_size_v2" in names else "device_memory_size"
+        return self._make("ICudaEngine", num_io_tensors=2, contexts=[], **{size: 5 << 20})
+
+    def _context(self, engine):
+        if self.cuda.allocations_left == 0:
+            return None
+        context = self._make("IExecutionContext", addresses={}, shape=None, allocator=None, changes=0, profile=None)
+        engine.contexts.append(weakref.ref(context))
+        context.__dict__["siblings"] = engine.contexts
+        return context
+
+    def _set_profile(self, context, index, _stream):
+        taken = [one().profile for one in context.siblings if one() is not None and one() is not context]
+        if index in taken and not self.shares_profiles:
+            return False
+        context.__dict__["profile"] = index
+        return True
+
+    def _changed(self, context, **values):
+        context.__dict__.update(values, changes=context.changes + 1)
+        return True
+
+    def _set_shape(self, context, _name, shape):
+        return self._changed(context, shape=tuple(shape))
+
+    def _set_address(self, context, name, address):
+        assert address in self.cuda.live
+        return self._changed(context, addresses={**context.addresses, name: address})
+
+    def _set_allocator(self, context, _name, allocator):
+        return self._changed(context, allocator=allocator)
+
+    def _shape(self, context, name):
+        return (-1, 8) if name == "y" and self.sized_by_data else context.shape
+
+    def _execute(self, context, _stream):
+        changes = context.changes
+
+        def compute():
+            assert context.changes == changes, "a graph runs after its context changed"
+            self.cuda.clock_ms += context.shape[0]
+            num_bytes = math.prod(context.shape) * 4
+            x = np.frombuffer(ctypes.string_at(context.addresses["x"], num_bytes), np.float32).reshape(context.shape)
+            y = x[x[:, 0] > 0] if self.sized_by_data else 2 * x
+            target = self._target(context, y) if self.sized_by_data else context.addresses["y"]
+            ctypes.memmove(target, np.ascontiguousarray(y).ctypes.data, y.nbytes)
+
+        try:
+            self.cuda.do(compute)
+        except MemoryError:
+            return False
+        return True
+
+    def _target(self, context, y):
+        allocator = context.allocator
+        if self.version.startswith("8"):
+            pointer = allocator.reallocate_output("y", 0, y.nbytes, 256)
+        else:
+            pointer = allocator.reallocate_output_async("y", 0, y.nbytes, 256, 0)
+        if not pointer:
+            raise MemoryError
+        allocator.notify_shape("y", y.shape)
+        return pointer

@@ -1,0 +1,176 @@
+"""The stand-in as an importable `tensorrt`, for the process that builds. What it shall be stands in the environment.
+
+STAND_IN_VERSION: of the module. STAND_IN_TRACE: file that takes the calls. STAND_IN_NETWORK: JSON file with what the
+parser finds in whatever it is given. STAND_IN_FAILS_TO_START: what the builder logs before it does not start.
+STAND_IN_SWALLOW: node whose output the engine has in FP16, whatever was asked.
+"""
+
+import json
+import os
+
+from stand_in import StandIn
+
+_VERSION = os.environ["STAND_IN_VERSION"]
+_GOOD_TIMING_CACHE = b"timing of " + _VERSION.encode()
+_trace = open(os.environ["STAND_IN_TRACE"], "a", buffering=1, encoding="utf-8")  # noqa: SIM115, PTH123 - stays open
+
+
+def _note(line):
+    _trace.write(line + "\n")
+
+
+def _start(_builder, logger):
+    if line := os.environ.get("STAND_IN_FAILS_TO_START"):
+        logger.log(stand_in.names["ILogger"].Severity.ERROR, line)
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+
+def _parse(parser, _data, _path):
+    with open(os.environ["STAND_IN_NETWORK"], encoding="utf-8") as file:  # noqa: PTH123
+        network = json.load(file)
+    tensors = {
+        name: stand_in.make("ITensor", **{**tensor, "dtype": _dtype(tensor["dtype"]), "shape": tuple(tensor["shape"])})
+        for name, tensor in network["tensors"].items()
+    }
+    found = {kind: [tensors[name] for name in network[kind]] for kind in ("inputs", "outputs")}
+    found["layers"] = [
+        _layer(layer, *([tensors[name] for name in layer[kind]] for kind in ("inputs", "outputs")))
+        for layer in network["layers"]
+    ]
+    parser.network.__dict__.update(found | {f"num_{name}": len(entries) for name, entries in found.items()})
+    return True
+
+
+def _dtype(name):
+    members = stand_in.names["DataType"].__members__
+    return members.get(name, members["INT32"])  # 8.6 has no INT64, and narrows it
+
+
+def _layer(values, inputs, outputs):
+    layer = stand_in.make("ILayer", name=values["name"], type=stand_in.names["LayerType"][values["type"]])
+    layer.__dict__.update(inputs=inputs, outputs=outputs, types={}, num_inputs=len(inputs), num_outputs=len(outputs))
+    return layer
+
+
+def _set_output_type(layer, index, dtype):
+    layer.types[index] = dtype
+
+
+def _network(builder, flags=0):
+    network = stand_in.make("INetworkDefinition")
+    network.__dict__.update(builder=builder, flags=flags)
+    return network
+
+
+def _build(_builder, network, config):
+    if getattr(config, "progress_monitor", None):
+        config.progress_monitor.phase_start("Building engine", None, 2)
+        config.progress_monitor.step_complete("Building engine", 0)
+        config.progress_monitor.phase_finish("Building engine")
+    if config.__dict__.get("int8_calibrator"):
+        cache = bytes(config.int8_calibrator.read_calibration_cache())
+        _note(f"calibration cache read: {cache!r}")
+        if not cache.startswith(b"TRT-8601-") and config.int8_calibrator.get_batch(["x"]) is None:
+            return None
+    stand_in.last = network, config
+    major, minor, patch = (int(part) for part in _VERSION.split(".")[:3])
+    return b"ftrt" + bytes(20) + bytes((major, minor, patch, 0)) + bytes(36)
+
+
+def _information(_inspector, _format):
+    network, config = stand_in.last
+    low = "FP16" if "FP16" in config.on else "FP32"
+    swallowed = os.environ.get("STAND_IN_SWALLOW")
+
+    def entry(layer, tensor, index):
+        bound = layer is not None and layer.types.get(index) is not None and layer.name != swallowed
+        return {
+            "Name": tensor.name,
+            "Dimensions": [1],
+            "Format/Datatype": f"Row major linear {'FP32' if bound else low}",
+        }
+
+    return json.dumps(
+        {
+            "Layers": [
+                {
+                    "Name": layer.name,
+                    "LayerType": layer.type.name,
+                    "Inputs": [],
+                    "Outputs": [entry(layer, tensor, index) for index, tensor in enumerate(layer.outputs)],
+                }
+                for layer in network.layers
+            ],
+            "Bindings": [],
+        }
+    )
+
+
+def _config(_builder):
+    config = stand_in.make("IBuilderConfig")
+    config.__dict__.update(on={"TF32"}, previews=set(), pools={}, sources=31, profiles=0)
+    return config
+
+
+def _set_preview_feature(config, feature, is_on):
+    (config.previews.add if is_on else config.previews.discard)(feature.name)
+
+
+def _add_profile(config, _profile):
+    config.__dict__["profiles"] += 1
+    return config.profiles - 1
+
+
+def _create_timing_cache(_config, data):
+    if data and not bytes(data).startswith(_GOOD_TIMING_CACHE):
+        return None
+    return stand_in.make("ITimingCache", data=bytes(data))
+
+
+def _set_sources(config, sources):
+    config.__dict__["sources"] = sources
+    return True
+
+
+def _set_timing_cache(config, cache, _ignore):
+    config.__dict__["timing_cache"] = cache
+    return True
+
+
+_METHODS = {
+    "Builder.__init__": _start,
+    "Builder.create_network": _network,
+    "Builder.create_builder_config": _config,
+    "Builder.create_optimization_profile": lambda _builder: stand_in.make("IOptimizationProfile"),
+    "Builder.build_serialized_network": _build,
+    "OnnxParser.__init__": lambda parser, network, _logger: parser.__dict__.update(network=network, num_errors=0),
+    "OnnxParser.parse": _parse,
+    "INetworkDefinition.get_input": lambda network, index: network.inputs[index],
+    "INetworkDefinition.get_output": lambda network, index: network.outputs[index],
+    "INetworkDefinition.get_layer": lambda network, index: network.layers[index],
+    "ILayer.get_input": lambda layer, index: layer.inputs[index],
+    "ILayer.get_output": lambda layer, index: layer.outputs[index],
+    "ILayer.set_output_type": _set_output_type,
+    "ITensor.get_dimension_name": lambda tensor, index: tensor.axes[index],
+    "IBuilderConfig.set_flag": lambda config, flag: config.on.add(flag.name),
+    "IBuilderConfig.clear_flag": lambda config, flag: config.on.discard(flag.name),
+    "IBuilderConfig.get_flag": lambda config, flag: flag.name in config.on,
+    "IBuilderConfig.set_preview_feature": _set_preview_feature,
+    "IBuilderConfig.get_preview_feature": lambda config, feature: feature.name in config.previews,
+    "IBuilderConfig.set_memory_pool_limit": lambda config, pool, size: config.pools.update({pool: size}),
+    "IBuilderConfig.get_memory_pool_limit": lambda config, pool: config.pools[pool],
+    "IBuilderConfig.set_tactic_sources": _set_sources,
+    "IBuilderConfig.get_tactic_sources": lambda config: config.sources,
+    "IBuilderConfig.add_optimization_profile": _add_profile,
+    "IBuilderConfig.create_timing_cache": _create_timing_cache,
+    "IBuilderConfig.set_timing_cache": _set_timing_cache,
+    "IBuilderConfig.get_timing_cache": lambda config: config.__dict__.get("timing_cache"),
+    "IBuilderConfig.set_calibration_profile": lambda _config, _profile: True,
+    "ITimingCache.combine": lambda _cache, _other, _ignore: True,
+    "ITimingCache.serialize": lambda _cache: _GOOD_TIMING_CACHE,
+    "Runtime.deserialize_cuda_engine": lambda _runtime, _data: stand_in.make("ICudaEngine"),
+    "ICudaEngine.create_engine_inspector": lambda _engine: stand_in.make("EngineInspector"),
+    "EngineInspector.get_engine_information": _information,
+}
+stand_in = StandIn(_VERSION, _note, _METHODS)
+globals().update(stand_in.names)

@@ -1,0 +1,496 @@
+"""The runtime against stand-ins of every version: which calls it makes, and that it gives everything back.
+
+The traces in golden/ are for reading. UPDATE_EXPECTED=1 writes them anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_gpu import TOTAL, Rig
+from stand_in import VERSIONS
+from test_tensorrt_calls import matches
+from typer.testing import CliRunner
+
+from trtforge import bench
+from trtforge.cli.app import app
+from trtforge.cuda import open_cuda
+from trtforge.errors import CapabilityError, CommandLineError, GraphError, IntegrityError, SeveralErrors, TrtForgeError
+from trtforge.events import Event
+from trtforge.machine import GpuFacts, machine_facts
+from trtforge.release.manifest import (
+    Artifact,
+    BuiltOn,
+    HostRecord,
+    Manifest,
+    ModelRecord,
+    NotRun,
+    ProfileRecord,
+    RangeRecord,
+    SpecRecord,
+    TensorRecord,
+    manifest_json,
+)
+from trtforge.runtime import session as session_module
+from trtforge.runtime.measure import Switches, measure
+from trtforge.runtime.session import EngineSession
+
+H200 = GpuFacts(0, "NVIDIA H200", "H200", "sm90", 132, 150_000_000_000, "GPU-1")
+ENGINE = b"ftrt" + bytes(60)
+SMALL, LARGE = (RangeRecord(min=(0, 8), opt=(opt, 8), max=(top, 8)) for opt, top in ((2, 4), (16, 32)))
+X = np.arange(-8, 8, dtype=np.float32).reshape(2, 8)
+NONE = "0" * 64
+
+
+def artifact(version, **changes):
+    ranges = {"small": SMALL, "large": LARGE}
+    base = Artifact(
+        identifier="net-h200",
+        file="net.engine",
+        size_bytes=len(ENGINE),
+        digest=hashlib.sha256(ENGINE).hexdigest(),
+        backend="tensorrt",
+        backend_version=version,
+        network_flags=(),
+        builder_flags=(),
+        settings={},
+        tf32=False,
+        precision="fp32",
+        target_gpu="H200",
+        compute_capability="sm90",
+        built_on=BuiltOn(device_name="NVIDIA H200", num_sms=132, memory_bytes=1, driver="1"),
+        host=NONE,
+        timing_cache_digest=None,
+        graph_digest=NONE,
+        unit_digest=NONE,
+        profiles=tuple(ProfileRecord(name=name, shapes={"x": one}, values={}) for name, one in ranges.items()),
+        inputs=(TensorRecord(name="x", dtype="float32", shape=("rows", 8), ranges=ranges, data_dependent=False),),
+        outputs=(TensorRecord(name="y", dtype="float32", shape=("rows", 8), ranges={}, data_dependent=False),),
+        seconds={},
+        warnings=(),
+        peak_memory_bytes=None,
+    )
+    return replace(base, **changes)
+
+
+def manifest(*artifacts):
+    return Manifest(
+        trtforge_version="0",
+        created="2026-11-30T20:21:00Z",
+        name="net",
+        spec=SpecRecord(file="net.yaml", digest=NONE),
+        model=ModelRecord(file="net.onnx", digest=NONE, size_bytes=1, opset=13, producer=""),
+        calibration_digest=None,
+        stages=(),
+        hosts={NONE: HostRecord(python="3.11", platform="linux", packages={}, driver=None, cuda=None, gpus=())},
+        artifacts=artifacts,
+        profile_checks=(),
+        export=None,
+        lowering=(),
+        parity=(),
+        accuracy=NotRun(reason="-"),
+        performance=NotRun(reason="-"),
+        missing=(),
+    )
+
+
+class Bundle:
+    """A bundle in a folder, a machine that looks as if it had an H200, and a TensorRT that looks like one."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.patch = folder, monkeypatch
+        self.path = folder / "manifest.json"
+        self.machine(H200)
+
+    def machine(self, *gpus, cuda_error=""):
+        facts = replace(machine_facts(), gpus=gpus, cuda_error=cuda_error)
+        self.patch.setattr(session_module, "machine_facts", lambda: facts)
+
+    def rig(self, version, *, installed=None, sized_by_data=False, **changes):
+        rig = Rig(installed or version, sized_by_data=sized_by_data)
+        self.patch.setitem(sys.modules, "tensorrt", rig.module)
+        self.patch.setattr(session_module, "open_cuda", lambda _library, _device: rig.cuda)
+        (self.folder / "net.engine").write_bytes(ENGINE)
+        self.path.write_text(manifest_json(manifest(artifact(version, **changes))))
+        return rig
+
+
+@pytest.fixture
+def bundle(tmp_path, monkeypatch):
+    return Bundle(tmp_path, monkeypatch)
+
+
+def ends_clean(rig):
+    gc.collect()
+    return not rig.cuda.live and rig.trace.count("cuda.close") == 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_load_run_and_close(bundle, version):
+    rig = bundle.rig(version)
+
+    with EngineSession.open(bundle.path) as session:
+        assert session.run({"x": X})["y"].tolist() == (2 * X).tolist()
+        assert session.run({"x": X + 1})["y"].tolist() == (2 * X + 2).tolist()
+        assert session.run({"x": X[:1]})["y"].tolist() == (2 * X[:1]).tolist()
+        assert session.run({"x": np.ones((8, 8))})["y"].tolist() == np.full((8, 8), 2.0).tolist()
+        for _ in range(2):
+            assert session.run({"x": X}, with_graph=True)["y"].tolist() == (2 * X).tolist()
+
+    assert ends_clean(rig)
+    ends = [line for line in rig.trace if line.startswith("~")]
+    assert ends == ["~IExecutionContext"] * 3 + ["~ICudaEngine", "~Runtime"]  # small, large, and the graph's own
+    assert matches(f"runtime-{version}", rig.text())
+
+
+def test_a_request_of_the_same_shape_changes_nothing_in_the_context(bundle):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        session.run({"x": X})
+        before = len(rig.trace)
+        session.run({"x": X + 1})
+
+    calls = [line.partition("(")[0] for line in rig.trace[before : before + 4]]
+    assert calls == ["cuda.to_device", "IExecutionContext.execute_async_v3", "cuda.to_host", "cuda.synchronize"]
+
+
+def test_a_lane_records_again_after_another_shape(bundle):
+    rig = bundle.rig("10.16.1.11")
+
+    with EngineSession.open(bundle.path) as session:
+        lane = session.lane(session.profiles[0])
+        for x in (X, X[:1], X):
+            lane.prepare({"x": x})
+            lane.run(with_graph=True)
+            assert lane.outputs()["y"].tolist() == (2 * x).tolist()
+
+    assert rig.trace.count("cuda.begin_capture") == 3
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_output_whose_size_depends_on_the_data(bundle, version):
+    rig = bundle.rig(version, sized_by_data=True)
+
+    with EngineSession.open(bundle.path) as session:
+        for x in (X, -np.ones((2, 8), np.float32), np.arange(1, 33, dtype=np.float32).reshape(4, 8)):
+            assert session.run({"x": x})["y"].tolist() == x[x[:, 0] > 0].tolist()
+        with pytest.raises(CapabilityError, match="size of output 'y' depends on the data"):
+            session.run({"x": X}, with_graph=True)
+
+    assert ends_clean(rig)
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1.11"])
+def test_no_memory_for_an_output_whose_size_depends_on_the_data(bundle, version):
+    rig = bundle.rig(version, sized_by_data=True)
+    rig.cuda.allocations_left = 2  # both sides of the input
+
+    with pytest.raises(CapabilityError, match="bytes are needed"), EngineSession.open(bundle.path) as session:
+        session.run({"x": X + 8})
+
+    assert ends_clean(rig)
+
+
+@pytest.mark.parametrize("allocations", range(5))
+def test_whatever_memory_is_short_of_everything_is_given_back(bundle, allocations):
+    rig = bundle.rig("8.6.1")
+    rig.cuda.allocations_left = allocations
+
+    def run():
+        with EngineSession.open(bundle.path) as session:
+            return session.run({"x": X})["y"].tolist()
+
+    if allocations < 4:
+        with pytest.raises(
+            CapabilityError, match="needed" if allocations else r"context needs 5\.0 MiB .* 1024\.0 MiB"
+        ):
+            run()
+    else:
+        assert run() == (2 * X).tolist()
+    assert ends_clean(rig)
+
+
+def test_a_second_context_of_a_profile_that_may_have_one_only(bundle):
+    rig = bundle.rig("8.6.1")
+    rig.shares_profiles = False
+
+    with EngineSession.open(bundle.path) as session:
+        session.lane(session.profiles[0], 0)
+        session.lane(session.profiles[1], 0)
+        with pytest.raises(CapabilityError, match="second context of the same profile"):
+            session.lane(session.profiles[0], 1)
+
+    assert ends_clean(rig)
+
+
+def test_no_rows_at_all(bundle):
+    rig = bundle.rig("11.4.0.106")
+
+    with EngineSession.open(bundle.path) as session:
+        assert session.run({"x": np.empty((0, 8), np.float32)})["y"].shape == (0, 8)
+
+    assert "cuda.to_device(0)" not in rig.trace
+
+
+def test_shapes_and_names_that_do_not_fit(bundle):
+    bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        with pytest.raises(GraphError, match=r"no profile of net-h200 allows x \[33, 8\]") as caught:
+            session.run({"x": np.ones((33, 8))})
+        assert caught.value.problems[0].detail == (
+            "profile 'small' allows 'x' from [0, 8] to [4, 8]",
+            "profile 'large' allows 'x' from [0, 8] to [32, 8]",
+        )
+        with pytest.raises(SeveralErrors) as several:
+            session.run({"X": X})
+        assert [problem.summary for problem in several.value.problems] == [
+            "input 'x' is missing",
+            "'X' is no input of net-h200",
+        ]
+
+
+def other_bytes(bundle):
+    (bundle.folder / "net.engine").write_bytes(ENGINE[:-1] + b"x")
+
+
+def no_file(bundle):
+    (bundle.folder / "net.engine").unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "spoil", "error", "text"),
+    [
+        ({}, other_bytes, IntegrityError, "net.engine is not the engine of the manifest: found sha256"),
+        ({}, no_file, IntegrityError, "net.engine: No such file or directory"),
+        ({"installed": "10.0.1"}, None, CapabilityError, "is for tensorrt 8.6.1, and 10.0.1 is installed"),
+        ({"settings": {"version_compatible": True}}, None, CapabilityError, "brings native code"),
+        (
+            {"plugins": ("ab" * 32,)},
+            None,
+            CapabilityError,
+            "needs 1 plugin libraries that were not given: abababababab",
+        ),
+        ({"compute_capability": "sm80"}, None, CapabilityError, r"the manifest has 0 engines for NVIDIA H200 \(sm90\)"),
+    ],
+)
+def test_what_does_not_fit_never_reaches_tensorrt(bundle, changes, spoil, error, text):
+    rig = bundle.rig("8.6.1", **changes)
+    if spoil:
+        spoil(bundle)
+
+    with pytest.raises(TrtForgeError) as caught:
+        EngineSession.open(bundle.path)
+
+    (problem,) = caught.value.problems
+    assert re.search(text, problem.summary)
+    assert problem.exit_code == error.exit_code
+    assert not [line for line in rig.trace if "deserialize" in line]
+    assert not rig.cuda.live
+
+
+@pytest.mark.parametrize(
+    ("capability", "level", "is_loaded"),
+    [("sm80", "ampere_plus", True), ("sm80", "none", False), ("sm86", "same_compute_capability", False)],
+)
+def test_an_engine_for_another_gpu(bundle, capability, level, is_loaded):
+    bundle.rig("8.6.1", compute_capability=capability, settings={"hardware_compatibility": level})
+
+    if is_loaded:
+        EngineSession.open(bundle.path, identifier="net-h200").close()
+    else:
+        with pytest.raises(SeveralErrors) as caught:
+            EngineSession.open(bundle.path, identifier="net-h200")
+        summaries = [problem.summary for problem in caught.value.problems]
+        assert summaries == [f"net-h200 is for {capability}, and NVIDIA H200 is sm90"]
+
+
+def test_another_model_of_the_same_compute_capability_is_a_warning(bundle):
+    bundle.rig("8.6.1", built_on=BuiltOn(device_name="NVIDIA H100", num_sms=132, memory_bytes=1, driver="1"))
+
+    with EngineSession.open(bundle.path) as session:
+        assert session.warnings == ("net-h200 was built and timed on NVIDIA H100, and this is NVIDIA H200",)
+
+
+def test_host_code_runs_only_where_it_is_allowed(bundle):
+    rig = bundle.rig("8.6.1", installed="10.16.1.11", settings={"version_compatible": True})
+
+    EngineSession.open(bundle.path, allow_host_code=True).close()
+
+    assert "Runtime.engine_host_code_allowed = True" in rig.trace
+
+
+def test_no_gpu(bundle):
+    bundle.rig("8.6.1")
+    bundle.machine(cuda_error="the driver is too old (CUDA error 35)")
+
+    with pytest.raises(CapabilityError, match="there is no GPU 0 here: the driver is too old"):
+        EngineSession.open(bundle.path)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "text"),
+    [
+        (
+            "Error Code 2: OutOfMemory (no further information)",
+            CapabilityError,
+            "needs at least .* 1024.0 MiB are free",
+        ),
+        ("Version tag does not match", IntegrityError, "TensorRT 8.6.1 does not load net.engine"),
+    ],
+)
+def test_an_engine_that_tensorrt_does_not_load(bundle, line, error, text):
+    rig = bundle.rig("8.6.1")
+    rig.log = (line,)
+
+    with pytest.raises(error, match=text) as caught:
+        EngineSession.open(bundle.path)
+
+    assert caught.value.problems[0].detail == (f"ERROR: {line}",)
+    assert ends_clean(rig)
+
+
+QUICK = Switches(warm_up_ms=0.0, duration_s=0.0, iterations=6)
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_measuring_gives_its_events_back_and_counts_what_the_gpu_did(bundle, with_graph):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        lanes = [session.lane(session.profiles[0], number) for number in range(2)]
+        found = measure(lanes, session.cuda, {"x": X}, replace(QUICK, cuda_graph=with_graph))
+        assert not [name for name, _ in rig.cuda.live.values() if name.startswith("event")]
+
+    assert len(found.compute) >= 6
+    assert set(found.copy_in) == set(found.copy_out) == {1.0}
+    assert set(found.compute) == {2.0}  # two rows
+    assert ends_clean(rig)
+
+
+def test_bench_measures_every_size_that_a_profile_allows(bundle):
+    bundle.rig("8.6.1")
+    told: list[Event] = []
+
+    with EngineSession.open(bundle.path) as session:
+        found = bench.bench(session, {"rows": [1, 4, 99]}, QUICK, "580", told.append)
+
+    assert [(point.sizes, point.profile, point.opt) for point in found.points] == [
+        ({"rows": 1}, "small", {"rows": 2}),
+        ({"rows": 4}, "small", {"rows": 2}),
+    ]
+    assert [point.latency.percentiles[50.0] for point in found.points] == [3.0, 6.0]
+    assert [event.text for event in told if event.kind == "warning"] == ["rows=99 lies in no profile, and is left out"]
+    grid = bench.latency_grid(found)
+    assert grid["symbols"] == ["rows"]
+    assert grid["points"][1] == {"rows": 4, "ms": 6.0, "profile": "small", "opt": {"rows": 2}}
+
+
+def test_bench_without_sizes_takes_the_opt_of_every_profile(bundle):
+    bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        found = bench.bench(session, {}, QUICK, "580", lambda _event: None)
+
+    assert [(point.sizes, point.profile) for point in found.points] == [({"rows": 2}, "small"), ({"rows": 16}, "large")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"), [({"row": [1]}, "'row' is no open axis"), ({"rows": [33]}, "none of the 1 combinations")]
+)
+def test_bench_of_sizes_that_are_none(bundle, sizes, text):
+    bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session, pytest.raises(CommandLineError, match=text):
+        bench.bench(session, sizes, QUICK, "580", lambda _event: None)
+
+
+def test_a_log_is_served_with_the_latencies_of_the_engine(bundle, monkeypatch):
+    bundle.rig("8.6.1")
+    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
+    log = bundle.folder / "log.jsonl"
+    seconds = (0.0, 0.001, 0.002, 0.1)
+    log.write_text("".join(json.dumps({"rows": 1, "timestamp": second}) + "\n" for second in seconds))
+
+    with EngineSession.open(bundle.path) as session:
+        served = bench.serve_log(session, log, QUICK, lambda _event: None, window_ms=5.0, max_batch=4, limit_ms=100.0)
+
+    # Three requests wait until 5 ms, are padded to 4 rows and take 4 + 2 ms: 11, 10, 9. The last waits 5 and takes 3.
+    assert served.latency_ms[50.0] == pytest.approx((9 + 10) / 2)
+    assert served.latency_ms[99.0] == pytest.approx(np.percentile([11, 10, 9, 8], 99))
+    assert (served.requests, served.mean_batch, served.num_measured) == (4, 2.0, 3)
+    assert served.limit_qps > served.log_qps
+
+
+def test_a_batch_of_the_log_that_lies_in_no_profile(bundle, monkeypatch):
+    bundle.rig("8.6.1")
+    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
+    log = bundle.folder / "log.jsonl"
+    log.write_text('{"rows": 40, "timestamp": 0}\n')
+
+    with EngineSession.open(bundle.path) as session, pytest.raises(CommandLineError, match="lie in no profile"):
+        bench.serve_log(session, log, QUICK, lambda _event: None, window_ms=0.0, max_batch=4, limit_ms=None)
+
+
+def test_free_memory_is_what_was_not_taken(bundle):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        session.run({"x": X})
+        assert session.run_bytes == 4 * X.nbytes == TOTAL - rig.cuda.memory()[0]
+
+
+def test_the_command_measures_writes_and_judges(bundle):
+    bundle.rig("8.6.1")
+    grid, text = bundle.folder / "grid.json", bundle.folder / "trtforge.prom"
+    words = ["bench", str(bundle.path), "--warm-up", "0", "--duration", "0", "--iterations", "4", "--json"]
+    words += ["--shapes", "rows=2,8", "--grid", str(grid), "--prometheus", str(text), "--p99-ms", "5"]
+
+    result = CliRunner().invoke(app, words)
+
+    assert result.exit_code == 9, result.output
+    shown = json.loads(result.stdout)
+    assert [point["latency"]["percentiles"]["50.0"] for point in shown["figures"]["points"]] == [4.0, 10.0]
+    assert [problem["summary"] for problem in shown["problems"]] == [
+        "net-h200 at rows=8: p99 latency is 10.000 ms, and p99_ms allows 5"
+    ]
+    assert [point["ms"] for point in json.loads(grid.read_text())["points"]] == [4.0, 10.0]
+    assert 'profile="large",sizes="rows=8"} 0.01' in text.read_text()
+
+
+def test_a_cuda_library_that_is_none():
+    with pytest.raises(CapabilityError, match="found CUDA library 'cupy'") as caught:
+        open_cuda("cupy")
+
+    assert caught.value.problems[0].next_step == "name one of: cuda-python, pycuda"
+
+
+def test_two_engines_are_measured_by_turns_and_must_have_the_same_inputs(bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
+    bundle.rig("8.6.1")
+    with EngineSession.open(bundle.path) as one, EngineSession.open(bundle.path) as two:
+        found = bench.bench(one, {"rows": [4]}, QUICK, "580", lambda _event: None, other=two)
+        assert [(slow.ratio, slow.low, slow.high) for slow in found.slowdowns] == [(0.0, 0.0, 0.0)]
+
+        named = TensorRecord(name="x", dtype="float32", shape=("batch", 8), ranges={}, data_dependent=False)
+        two.artifact = replace(two.artifact, inputs=(named,))
+        with pytest.raises(CommandLineError, match="--against: net-h200 has other inputs than net-h200"):
+            bench.bench(one, {"rows": [4]}, QUICK, "580", lambda _event: None, other=two)
+
+
+def test_an_open_axis_without_a_name(bundle):
+    unnamed = TensorRecord(name="x", dtype="float32", shape=(None, 8), ranges={}, data_dependent=False)
+    bundle.rig("8.6.1", inputs=(unnamed,))
+
+    with EngineSession.open(bundle.path) as session:
+        found = bench.bench(session, {"x[0]": [3]}, QUICK, "580", lambda _event: None)
+
+    assert bench.latency_grid(found)["points"] == [{"x[0]": 3, "ms": 5.0, "profile": "small", "opt": {"x[0]": 2}}]
