@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtforge.cli.console import JsonOption
+from trtforge.cli.console import JsonOption, StoreOption
+
+if TYPE_CHECKING:
+    from trtforge.engine_proof import EngineProof
+    from trtforge.errors import Problem
 
 
 def verify(
@@ -20,18 +24,42 @@ def verify(
         str | None,
         typer.Option(help="TensorRT that it shall run on: 10.9, or 'tensorrt_rtx 1.7.1'.", show_default=False),
     ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run the engine for the GPU at hand against onnxruntime, on the samples and profiles of this spec.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="With --spec: identifier, where several fit.", show_default=False)
+    ] = None,
+    device: Annotated[int, typer.Option(help="With --spec: CUDA's index of the GPU.", min=0)] = 0,
+    allow_host_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-host-code", help="With --spec: let a version-compatible engine run the native code it brings."
+        ),
+    ] = False,
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a bundle before a release: digests, sizes, headers, versions, GPU. Needs no GPU and loads no engine."""
-    from trtforge.cli.console import print_json, say  # noqa: PLC0415
+    """Check a bundle before a release: digests, sizes, headers, versions, GPU. Loads an engine only with --spec."""
+    from trtforge.cli.console import print_json, print_problems, say  # noqa: PLC0415
     from trtforge.errors import exit_code_of  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
     from trtforge.release.verify import verify as verify_bundle  # noqa: PLC0415
 
     report = verify_bundle(manifest, wanted_gpu=gpu, wanted_tensorrt=tensorrt, facts=machine_facts())
-    code = exit_code_of(report.problems) if report.problems else 0
+    proof = None
+    problems = report.problems
+    if spec and not problems:  # an engine that is not what the manifest says is not loaded
+        proof = _prove(manifest, spec, store, identifier=engine, device=device, allow_host_code=allow_host_code)
+        problems = _proof_problems(proof)
+    code = exit_code_of(problems) if problems else 0
     if as_json:
-        print_json({"ok": code == 0, "exit_code": code, "checks": [asdict(check) for check in report.checks]})
+        shown: dict[str, Any] = {"checks": [asdict(check) for check in report.checks]}
+        print_json({"ok": code == 0, "exit_code": code, **shown, "engine": asdict(proof) if proof else None})
         raise typer.Exit(code)
     for check in report.checks:
         say(f"{check.verdict.replace('_', ' '):<11} {check.name:<25} {check.text}")
@@ -45,4 +73,51 @@ def verify(
         if failed
         else f"all {len(report.checks)} checks passed or not due{warnings}"
     )
+    if proof:
+        _print_proof(proof)
+        print_problems(problems)
     raise typer.Exit(code)
+
+
+def _prove(
+    manifest: Path, spec: Path, store: Path | None, *, identifier: str | None, device: int, allow_host_code: bool
+) -> EngineProof:
+    from trtforge import pipeline  # noqa: PLC0415
+    from trtforge.engine_proof import prove_engine  # noqa: PLC0415
+
+    with pipeline.open_run(spec, store, lambda _event: None) as run:
+        return prove_engine(
+            manifest,
+            spec,
+            run,
+            identifier=identifier,
+            cuda_library=None,
+            device=device,
+            allow_host_code=allow_host_code,
+        )
+
+
+def _proof_problems(proof: EngineProof) -> tuple[Problem, ...]:
+    from trtforge.errors import ParityError, Problem  # noqa: PLC0415
+
+    if proof.parity.verdict != "failed":
+        return ()
+    summary = f"{proof.identifier} does not do what the model does: {proof.parity.reason}"
+    return (Problem(summary, "trtforge parity SPEC --per-layer  # names the nodes", exit_code=ParityError.exit_code),)
+
+
+def _print_proof(proof: EngineProof) -> None:
+    from trtforge.cli.console import say, shown_bytes  # noqa: PLC0415
+    from trtforge.parity.report import lines  # noqa: PLC0415
+
+    say(f"{proof.identifier} on the GPU:")
+    for line in lines(proof.parity):
+        say(line)
+    if proof.accuracy:
+        say(
+            f"accuracy {proof.accuracy.candidate:.4g}, {proof.accuracy.reference:.4g} in FP32: {proof.accuracy.verdict}"
+        )
+    types = ", ".join(f"{count} {name}" for name, count in proof.layer_types.items())
+    hint = "; builder: {profiling_verbosity: detailed} makes an engine that tells them"
+    say(f"layers by type: {types}{hint if set(proof.layer_types) == {'unknown'} else ''}")
+    say(f"GPU memory: {shown_bytes(proof.engine_bytes)} loaded, {shown_bytes(proof.run_bytes)} more to run")

@@ -211,8 +211,13 @@ def _header_checks(artifact: Artifact, header: PlanHeader | None, size_bytes: in
 
     found = ".".join(map(str, header.version))
     stated = _numbers(artifact.backend_version)
-    if all(one == other % 256 for one, other in zip(header.version, stated, strict=False)):
+    agreeing = [one == other % 256 for one, other in zip(header.version, stated, strict=False)]
+    if all(agreeing):
         yield Check(file, "header_version", "ok", found)
+    elif all(agreeing[:2]):
+        # Seen: the Python module of 8.6.1 with the libraries of 8.6.0. The libraries decide where an engine loads.
+        text = f"{file} was written by the libraries of {header.kind} {found}, the Python module said "
+        yield Check(file, "header_version", "warning", text + artifact.backend_version, f"run it with {found}")
     else:
         text = f"{file} was written by {header.kind} {found}, the manifest says {artifact.backend_version}"
         yield _broken(file, "header_version", text)

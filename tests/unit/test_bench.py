@@ -1,0 +1,108 @@
+"""Figures of a bench: gates, the grid for profiles, and Prometheus' text. Running engines is in tests/api and tests/gpu."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trtforge.bench import Figures, Gates, PointFigures, latency_grid, missed, parse_sizes, prometheus
+from trtforge.errors import CommandLineError, exit_code_of
+from trtforge.runtime.measure import Spread, Switches
+from trtforge.runtime.regression import Slowdown
+
+
+def times(p50: float, p99: float) -> Spread:
+    return Spread(p50, p50, p99, {50.0: p50, 90.0: p50, 95.0: p99, 99.0: p99}, 0.0)
+
+
+def figures(*slowdowns: Slowdown, gpu: str = "NVIDIA H200", sizes: tuple[dict[str, int], ...] = ({"n": 1}, {"n": 8})):
+    points = tuple(
+        PointFigures(
+            sizes=size,
+            profile="main",
+            opt={"n": 4},
+            latency=times(1.0 * count, 2.0 * count),
+            compute=times(0.5 * count, 0.75 * count),
+            copy_in=times(0.1, 0.1),
+            copy_out=times(0.1, 0.1),
+            enqueue=times(0.1, 0.1),
+            throughput_qps=1000.0 / count,
+            num_queries=100,
+            context_bytes=1,
+            remarks=(),
+        )
+        for count, size in enumerate(sizes, start=1)
+    )
+    return Figures("net-h200", gpu, "580", "tensorrt 8.6.1", "fake", Switches(), 1, points, slowdowns, ())
+
+
+@pytest.mark.parametrize(
+    ("gates", "found", "code"),
+    [
+        (Gates(), [], None),
+        (Gates(p99_ms=4.0, throughput_qps=500.0), [], None),  # what is allowed is held
+        (Gates(p99_ms=3.9), ["net-h200 at n=8: p99 latency is 4.000 ms, and p99_ms allows 3.9"], 9),
+        (Gates(throughput_qps=501), ["net-h200 at n=8: 500.0 queries a second, and throughput_qps asks for 501"], 9),
+        (Gates(p99_ms=1.0, throughput_qps=2000.0), [None] * 4, 9),
+    ],
+)
+def test_gates(gates, found, code):
+    problems = missed(figures(), gates)
+
+    assert len(problems) == len(found)
+    assert all(text in (None, problem.summary) for problem, text in zip(problems, found, strict=True))
+    assert not problems or exit_code_of(problems) == code
+
+
+def test_a_slower_engine_fails_by_what_is_sure():
+    by_chance, surely = Slowdown(0.03, 0.01, 0.05), Slowdown(0.05, 0.04, 0.06)
+    problems = missed(figures(by_chance, surely), Gates(max_regression=0.02))
+
+    (problem,) = problems
+    assert problem.summary.startswith("net-h200 at n=8 is 5.0% slower than the other engine (at least 4.0%)")
+    assert exit_code_of(problems) == 14
+    assert missed(figures(by_chance, surely), Gates(max_regression=0.04)) == ()
+
+
+def test_the_grid_is_what_profile_selection_reads():
+    grid = latency_grid(figures())
+
+    assert grid["symbols"] == ["n"]
+    assert grid["points"] == [
+        {"n": 1, "ms": 1.0, "profile": "main", "opt": {"n": 4}},
+        {"n": 8, "ms": 2.0, "profile": "main", "opt": {"n": 4}},
+    ]
+    assert grid["how"] == "median latency, without CUDA graph, with copies, 1 streams"
+
+
+def test_prometheus_text():
+    lines = prometheus(figures(gpu='a"b\\c\nd')).splitlines()
+
+    assert lines[0] == "# TYPE trtforge_latency_p50_seconds gauge"
+    assert lines[1] == (
+        'trtforge_latency_p50_seconds{engine="net-h200",gpu="a\\"b\\\\c\\nd",profile="main",sizes="n=1"} 0.001'
+    )
+    values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if 'sizes="n=8"' in line}
+    assert values == {
+        "trtforge_latency_p50_seconds": 0.002,
+        "trtforge_latency_p99_seconds": 0.004,
+        "trtforge_compute_p50_seconds": 0.001,
+        "trtforge_throughput_queries_per_second": 500.0,
+    }
+    # Source: Prometheus, exposition formats: each line is a comment or name{labels} value.
+    line = re.compile(r'[a-z_0-9]+\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\} \S+')
+    assert all(text.startswith("# TYPE ") or line.fullmatch(text) for text in lines)
+
+
+def test_sizes_on_the_command_line():
+    assert parse_sizes(["batch=1,8", "x.0=128"]) == {"batch": [1, 8], "x.0": [128]}
+    assert parse_sizes(["a=b=2"]) == {"a=b": [2]}  # a symbol may be an expression
+
+
+@pytest.mark.parametrize(
+    "word", ["batch", "=1", "batch=", "batch=1,", "batch=0", "batch=-1", "batch=1.5", "n=4294967296"]
+)
+def test_sizes_that_are_none(word):
+    with pytest.raises(CommandLineError, match="--shapes: found"):
+        parse_sizes([word])

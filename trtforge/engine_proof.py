@@ -1,0 +1,159 @@
+"""What `trtforge verify --spec` does on a GPU: the engine against onnxruntime over all profiles, and the user's metric."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtforge import quality
+from trtforge.backends.inspection import engine_layers
+from trtforge.errors import IntegrityError, SpecError, Where
+from trtforge.events import Event
+from trtforge.parity.staged import OnnxRunner, compare_stage
+from trtforge.pipeline import Plan, Run, make_plan
+from trtforge.reference import ReferenceSession
+from trtforge.release.manifest import read_manifest
+from trtforge.runtime.session import EngineSession
+
+if TYPE_CHECKING:
+    from trtforge.parity.accuracy import AccuracyReport
+    from trtforge.parity.report import ParityReport
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRunner:
+    """An engine as a side of a comparison. FP16 and BF16 outputs are compared as FP32."""
+
+    name: str
+    session: EngineSession
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """GPU, TensorRT and the CUDA library."""
+        artifact = self.session.artifact
+        return {
+            "gpu": self.session.gpu.device_name,
+            artifact.backend: artifact.backend_version,
+            "cuda": self.session.cuda.name,
+        }
+
+    def run(self, feeds: Mapping[str, Array], /) -> Mapping[str, Array]:
+        """Runs the engine once, in the profile that fits."""
+        return self.session.run(feeds)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProof:
+    """What was found of one engine.
+
+    Attributes:
+        accuracy: of the spec's metric; None where it names none.
+        layer_types: element type -> number of the engine's layers, as TensorRT's inspector tells.
+        engine_bytes: GPU memory that loading took.
+        run_bytes: GPU memory that contexts and tensors took besides, after all comparisons.
+    """
+
+    identifier: str
+    parity: ParityReport
+    accuracy: AccuracyReport | None
+    layer_types: dict[str, int]
+    engine_bytes: int
+    run_bytes: int
+
+
+def prove_engine(
+    manifest_path: Path,
+    spec_path: Path,
+    run: Run,
+    *,
+    identifier: str | None,
+    cuda_library: str | None,
+    device: int,
+    allow_host_code: bool,
+) -> EngineProof:
+    """Runs the engine for the GPU at hand on the spec's samples and on generated inputs over all profiles.
+
+    Args:
+        manifest_path: of the bundle.
+        spec_path: the spec that it was built from; its Python runs, the manifest's never.
+        run: surroundings of the spec.
+        identifier: which engine, where several fit.
+        cuda_library: "cuda-python", "pycuda", or what is installed.
+        device: CUDA's index of the GPU.
+        allow_host_code: whether a version-compatible engine may run native code that it brings.
+
+    Raises:
+        IntegrityError: bundle and spec are of different models, or the engine's bytes are not the manifest's.
+        ParityError: the metric dropped too far. Outputs out of tolerance are in the report, not raised.
+        CapabilityError: no GPU, no TensorRT, or too little memory.
+    """
+    plan = make_plan(spec_path, run, may_export=True)
+    _refuse_other_model(manifest_path, plan)
+    with EngineSession.open(
+        manifest_path,
+        identifier=identifier,
+        cuda_library=cuda_library,
+        device=device,
+        plugins=plan.spec_file.spec.plugins,
+        allow_host_code=allow_host_code,
+    ) as session:
+        candidate = EngineRunner(session.artifact.identifier, session)
+        graph, spec_file = plan.graph, plan.spec_file
+        parity = compare_stage(
+            OnnxRunner("onnxruntime, FP32", ReferenceSession(graph)),
+            candidate,
+            quality.inputs_of(spec_file, graph, plan.profiles),
+            quality.tolerances_of(spec_file, "engine", [tensor.name for tensor in graph.outputs]),
+            "engine",
+            lambda point: run.stages.tell(Event("step", "parity engine", point)),
+        )
+        accuracy = None
+        if spec_file.spec.accuracy is not None:
+            accuracy = quality.check_accuracy(spec_file, graph, candidate, run.stages, batch_size=_batch_size(session))
+        return EngineProof(
+            candidate.name,
+            parity,
+            accuracy,
+            layer_types(session.layers_json()),
+            session.engine_bytes,
+            session.run_bytes,
+        )
+
+
+def layer_types(inspection: str) -> dict[str, int]:
+    """Number of an engine's layers by element type, most frequent first: of their weights, else of their first output.
+
+    Args:
+        inspection: the inspector's JSON; "unknown" stands for layers of which it tells no type.
+    """
+    found = Counter(
+        layer.weights or next(iter(layer.outputs.values()), "") or "unknown" for layer in engine_layers(inspection)
+    )
+    return dict(found.most_common())
+
+
+def _refuse_other_model(manifest_path: Path, plan: Plan) -> None:
+    manifest = read_manifest(manifest_path)
+    if plan.spec_file.spec.model.torch is None and manifest.model.digest != plan.graph.digest:
+        raise IntegrityError(
+            f"the bundle was built from {manifest.model.file} {manifest.model.digest[:12]}, and the spec names "
+            f"{plan.graph.source.name} {plan.graph.digest[:12]}",
+            where=Where(manifest_path),
+            next_step="name the spec that the bundle was built from, or build it again",
+        )
+
+
+def _batch_size(session: EngineSession) -> int:
+    """The largest first axis that every input of some profile allows."""
+    allowed = [[shapes.max[0] for shapes in profile.shapes.values() if shapes.max] for profile in session.profiles]
+    sizes = [min(firsts) for firsts in allowed if firsts]
+    if not sizes or not max(sizes):
+        raise SpecError("no profile has a batch axis", next_step="leave accuracy out of the spec")
+    return max(sizes)

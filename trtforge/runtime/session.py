@@ -1,0 +1,404 @@
+"""An engine of a bundle, loaded on the GPU and ready to run."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from typing_extensions import Self
+
+from trtforge.cuda import Cuda, open_cuda
+from trtforge.digests import file_digest
+from trtforge.errors import (
+    CapabilityError,
+    GraphError,
+    IntegrityError,
+    Problem,
+    TrtForgeError,
+    Where,
+    closest,
+    raise_any,
+    shown_path,
+)
+from trtforge.gpu_models import compute_capability_number
+from trtforge.machine import GpuFacts, machine_facts
+from trtforge.profile_choice import is_inside, profile_for
+from trtforge.release.manifest import Artifact, Manifest, ProfileRecord, RangeRecord, read_manifest
+from trtforge.runtime.lane import Lane
+from trtforge.types import Profile, ShapeRange
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_AMPERE: Final = 80
+
+
+class EngineSession:
+    """Loads one engine of a bundle and runs it, each request in the profile that `profile_for` names.
+
+    Guarantees: the engine's bytes are those of the manifest before TensorRT sees them; it is for this GPU's compute
+    capability and this TensorRT version. Not for several threads at once; `lane` gives independent ones.
+
+    Attributes:
+        artifact: the engine's entry in the manifest.
+        gpu: what it runs on.
+        warnings: what is allowed and worth knowing, such as another GPU model of the same compute capability.
+        engine_bytes: GPU memory that loading took, as the driver counts it.
+
+    Example:
+        >>> with EngineSession.open(Path("dist/manifest.json")) as session:  # doctest: +SKIP
+        ...     outputs = session.run({"image": image})
+    """
+
+    artifact: Artifact
+    gpu: GpuFacts
+    warnings: tuple[str, ...]
+    engine_bytes: int
+
+    def __init__(self, trt: Any, cuda: Cuda, artifact: Artifact, gpu: GpuFacts, warnings: tuple[str, ...]) -> None:
+        """Use `open`."""
+        self._trt, self.cuda, self.artifact, self.gpu, self.warnings = trt, cuda, artifact, gpu, warnings
+        self.profiles = tuple(_profile(record) for record in artifact.profiles)
+        self._lanes: dict[tuple[str, Hashable], Lane] = {}
+        self.engine: Any = None
+        self._runtime: Any = None
+
+    @classmethod
+    def open(
+        cls,
+        manifest_path: Path,
+        *,
+        identifier: str | None = None,
+        cuda_library: str | None = None,
+        device: int = 0,
+        plugins: Sequence[Path] = (),
+        allow_host_code: bool = False,
+    ) -> Self:
+        """Loads the engine of a manifest that is for the GPU at hand.
+
+        Args:
+            manifest_path: the manifest; engines lie beside it.
+            identifier: which engine, where several are for this GPU.
+            cuda_library: "cuda-python" or "pycuda"; by default the first that is installed.
+            device: CUDA's index of the GPU.
+            plugins: libraries that the engine needs, whose digests stand in the manifest.
+            allow_host_code: whether a version-compatible engine may bring its own runtime library, which is native
+                code that runs in this process.
+
+        Raises:
+            CapabilityError: no GPU, no TensorRT, no engine for them, or too little memory.
+            IntegrityError: the engine's bytes are not those of the manifest, or TensorRT does not take them.
+        """
+        manifest = read_manifest(manifest_path)
+        gpu = _gpu(device)
+        artifact = _artifact(manifest, gpu, identifier, manifest_path)
+        trt = _tensorrt(artifact)
+        warnings = _refuse_other_machine(artifact, gpu, trt.__version__, manifest_path)
+        session = cls(trt, open_cuda(cuda_library, device), artifact, gpu, warnings)
+        try:
+            session._load(manifest_path.parent / artifact.file, plugins, allow_host_code=allow_host_code)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _load(self, path: Path, plugins: Sequence[Path], *, allow_host_code: bool) -> None:
+        if self.artifact.settings.get("version_compatible") and not allow_host_code:
+            raise CapabilityError(
+                f"{self.artifact.identifier} is version-compatible: it brings native code that would run in this process",
+                next_step="add --allow-host-code, if you trust where it was built",
+            )
+        data = _checked_bytes(path, self.artifact)
+        log = _log(self._trt)
+        _load_plugins(self._trt, log, plugins, self.artifact)
+        try:
+            self._runtime = self._trt.Runtime(log)
+        except TypeError as error:  # how the bindings say that TensorRT gave none
+            raise CapabilityError(
+                f"TensorRT {self._trt.__version__} does not start here",
+                detail=log.lines[-5:],
+                next_step="trtforge doctor",
+            ) from error
+        if allow_host_code:
+            self._runtime.engine_host_code_allowed = True
+        before, total = self.cuda.memory()
+        self.engine = self._runtime.deserialize_cuda_engine(data)
+        self._free_bytes = self.cuda.memory()[0]
+        if self.engine is None:
+            raise _not_loaded(self.artifact, f"TensorRT {self._trt.__version__}", log.lines, (before, total))
+        self.engine_bytes = max(before - self._free_bytes, 0)
+
+    @property
+    def run_bytes(self) -> int:
+        """GPU memory that contexts and tensors take besides the engine, as the driver counts it."""
+        return max(self._free_bytes - self.cuda.memory()[0], 0)
+
+    def layers_json(self) -> str:
+        """The engine's layers as TensorRT's inspector tells them, in JSON."""
+        text: str = self.engine.create_engine_inspector().get_engine_information(self._trt.LayerInformationFormat.JSON)
+        return text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(CapabilityError):  # the first error is the one to tell
+            self.close()
+
+    def close(self) -> None:
+        """Gives everything on the GPU back."""
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+        self.engine = None  # before its runtime, and both before CUDA
+        self._runtime = None
+        self.cuda.close()
+
+    def lane(self, profile: Profile, which: Hashable = 0) -> Lane:
+        """The context of a profile; every other `which` is another, independent one.
+
+        Raises:
+            CapabilityError: the GPU has no memory for it.
+        """
+        key = (profile.name, which)
+        if key not in self._lanes:
+            self._lanes[key] = Lane(self._trt, self.engine, self.cuda, self.profiles.index(profile))
+        return self._lanes[key]
+
+    def profile(self, feeds: Mapping[str, Array]) -> Profile:
+        """The profile that these inputs run in.
+
+        Raises:
+            GraphError: an input is missing or none of the engine's, or no profile allows the shapes.
+        """
+        shapes = {name: np.shape(array) for name, array in feeds.items()}
+        raise_any(self._name_problems(feeds))
+        found = profile_for(shapes, self.profiles)
+        if found is None:
+            raise GraphError(
+                f"no profile of {self.artifact.identifier} allows "
+                + ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()),
+                detail=[line for profile in self.profiles for line in _outside(profile, shapes)],
+                next_step="pad or split the request, or add a profile to the spec and build again",
+            )
+        return found
+
+    def run(self, feeds: Mapping[str, Array], *, with_graph: bool = False) -> dict[str, Array]:
+        """Runs the engine once.
+
+        Args:
+            feeds: input name -> array; values are converted to the engine's types.
+            with_graph: whether to replay a CUDA graph, recorded at the first request of a shape. Each shape then has a
+                context of its own, with its memory, until the session is closed.
+
+        Returns:
+            Output name -> array, in the engine's order.
+
+        Raises:
+            GraphError: an input is missing, no profile allows the shapes, or the engine's narrower integers do not hold
+                a value.
+            CapabilityError: the GPU has no memory for it, or stopped.
+        """
+        which = tuple(np.shape(feeds[name]) for name in sorted(feeds)) if with_graph else 0
+        lane = self.lane(self.profile(feeds), which)
+        lane.prepare(feeds)
+        lane.run(with_graph=with_graph)
+        return lane.outputs()
+
+    def _name_problems(self, feeds: Mapping[str, Array]) -> list[Problem]:
+        names = [tensor.name for tensor in self.artifact.inputs]
+        missing = [f"input '{name}' is missing" for name in names if name not in feeds]
+        extra = [name for name in feeds if name not in names]
+        return [
+            Problem(text, f"give all of: {', '.join(names)}", exit_code=GraphError.exit_code) for text in missing
+        ] + [
+            Problem(
+                f"'{name}' is no input of {self.artifact.identifier}",
+                f"rename it to '{meant}'" if (meant := closest(name, names)) else "leave it out",
+                exit_code=GraphError.exit_code,
+            )
+            for name in extra
+        ]
+
+
+def _gpu(device: int) -> GpuFacts:
+    facts = machine_facts()
+    if device >= len(facts.gpus):
+        reason = facts.cuda_error or f"{len(facts.gpus)} are visible"
+        raise CapabilityError(f"there is no GPU {device} here: {reason}", next_step="trtforge doctor")
+    return facts.gpus[device]
+
+
+def _tensorrt(artifact: Artifact) -> Any:
+    """The module of the backend.
+
+    Raises:
+        CapabilityError: it is not installed.
+    """
+    try:
+        if artifact.backend == "tensorrt_rtx":
+            import tensorrt_rtx  # noqa: PLC0415 - where an engine needs it
+
+            return tensorrt_rtx
+        import tensorrt  # noqa: PLC0415 - where an engine needs it
+    except ImportError as error:
+        raise CapabilityError(
+            f"{artifact.identifier} needs {artifact.backend} {artifact.backend_version}, which is not installed",
+            detail=[str(error)],
+            next_step=f"pip install {artifact.backend}=={artifact.backend_version}",
+        ) from None
+    return tensorrt
+
+
+def _load_plugins(trt: Any, log: Any, plugins: Sequence[Path], artifact: Artifact) -> None:
+    """Loads the libraries that an engine was built with, after their digests; others never run."""
+    found = {file_digest(path): path for path in plugins}
+    missing = [digest[:12] for digest in artifact.plugins if digest not in found]
+    if missing:
+        raise CapabilityError(
+            f"{artifact.identifier} needs {len(missing)} plugin libraries that were not given: {', '.join(missing)}",
+            detail=[f"given: {path} {digest[:12]}" for digest, path in found.items()],
+            next_step="add --plugin LIBRARY.so, the one that it was built with",
+        )
+    if artifact.plugins:
+        trt.init_libnvinfer_plugins(log, "")
+    for digest in artifact.plugins:
+        try:
+            ctypes.CDLL(str(found[digest].resolve()), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise CapabilityError(
+                f"plugin library {shown_path(found[digest])} cannot be loaded: {error}",
+                next_step=f"ldd {shown_path(found[digest])}",
+            ) from error
+
+
+def _not_loaded(artifact: Artifact, who: str, log: list[str], memory: tuple[int, int]) -> TrtForgeError:
+    free, total = memory
+    if any("out of memory" in line.lower() or "outofmemory" in line.lower() for line in log):
+        return CapabilityError(
+            f"{artifact.file} needs at least {artifact.size_bytes / 2**20:.1f} MiB of GPU memory, and {free / 2**20:.1f} "
+            f"MiB of {total / 2**20:.1f} MiB are free",
+            detail=log[-5:],
+            next_step="nvidia-smi  # shows what else uses the GPU",
+        )
+    return IntegrityError(
+        f"{who} does not load {artifact.file}", detail=log[-5:], next_step="trtforge build SPEC  # on this machine"
+    )
+
+
+def _artifact(manifest: Manifest, gpu: GpuFacts, identifier: str | None, manifest_path: Path) -> Artifact:
+    """The engine asked for, or the only one for this GPU."""
+    names = [artifact.identifier for artifact in manifest.artifacts]
+    if identifier is not None:
+        for artifact in manifest.artifacts:
+            if artifact.identifier == identifier:
+                return artifact
+        meant = closest(identifier, names)
+        raise CapabilityError(
+            f"the manifest has no engine '{identifier}'",
+            where=Where(manifest_path),
+            next_step=f"name '{meant}'" if meant else f"name one of: {', '.join(names)}",
+        )
+    fitting = [entry for entry in manifest.artifacts if entry.compute_capability == gpu.compute_capability]
+    exact = [entry for entry in fitting if gpu.model and entry.target_gpu.upper() == gpu.model.upper()]
+    found = exact or fitting
+    if len(found) == 1:
+        return found[0]
+    text = f"{len(found)} engines for {gpu.device_name} ({gpu.compute_capability})"
+    raise CapabilityError(
+        f"the manifest has {text}" + (f": {', '.join(entry.identifier for entry in found)}" if found else ""),
+        where=Where(manifest_path),
+        next_step="name one with --engine" if found else "trtforge build SPEC  # with this GPU in its targets",
+    )
+
+
+def _refuse_other_machine(artifact: Artifact, gpu: GpuFacts, version: str, manifest_path: Path) -> tuple[str, ...]:
+    """What must agree before TensorRT sees an engine; what may differ is returned as warnings."""
+    problems = []
+    code = CapabilityError.exit_code
+    # Source: TensorRT documentation, "Hardware Compatibility": ampere_plus runs on all from compute capability 8.0 on.
+    is_ampere_plus = artifact.settings.get("hardware_compatibility") == "ampere_plus"
+    is_fit = is_ampere_plus and compute_capability_number(gpu.compute_capability) >= _AMPERE
+    if artifact.compute_capability != gpu.compute_capability and not is_fit:
+        text = f"{artifact.identifier} is for {artifact.compute_capability}, and {gpu.device_name} is "
+        problems.append(
+            Problem(
+                f"{text}{gpu.compute_capability}",
+                "trtforge build SPEC  # with this GPU in its targets",
+                Where(manifest_path),
+                (),
+                code,
+            )
+        )
+    built, here = artifact.backend_version.split("."), version.split(".")
+    if built[: len(here)][:3] != here[:3] and not artifact.settings.get("version_compatible"):
+        problems.append(
+            Problem(
+                f"{artifact.identifier} is for {artifact.backend} {artifact.backend_version}, and {version} is installed",
+                f"pip install {artifact.backend}=={artifact.backend_version}",
+                Where(manifest_path),
+                (),
+                code,
+            )
+        )
+    raise_any(problems)
+    on = artifact.built_on
+    if on is not None and on.device_name != gpu.device_name:
+        return (f"{artifact.identifier} was built and timed on {on.device_name}, and this is {gpu.device_name}",)
+    return ()
+
+
+def _checked_bytes(path: Path, artifact: Artifact) -> bytes:
+    """The engine, after its digest: a damaged or exchanged one never reaches TensorRT."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise IntegrityError(
+            f"{artifact.file}: {error.strerror}", next_step="copy the whole folder again from where it was built"
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != artifact.digest or len(data) != artifact.size_bytes:
+        raise IntegrityError(
+            f"{artifact.file} is not the engine of the manifest: found sha256 {found[:12]}, {len(data)} bytes, "
+            f"expected {artifact.digest[:12]}, {artifact.size_bytes}",
+            next_step="copy the whole folder again from where it was built",
+        )
+    return data
+
+
+def _log(trt: Any) -> Any:
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.lines: list[str] = []
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity.name in ("INTERNAL_ERROR", "ERROR", "WARNING"):
+                self.lines.append(f"{severity.name}: {text}")
+
+    return Log()
+
+
+def _profile(record: ProfileRecord) -> Profile:
+    return Profile(record.name, _ranges(record.shapes), _ranges(record.values))
+
+
+def _ranges(records: Mapping[str, RangeRecord]) -> dict[str, ShapeRange]:
+    return {name: ShapeRange(entry.min, entry.opt, entry.max) for name, entry in records.items()}
+
+
+def _outside(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"profile '{profile.name}' allows '{name}' from {list(allowed.min)} to {list(allowed.max)}"
+        for name, allowed in profile.shapes.items()
+        if name in shapes and not is_inside(shapes[name], allowed)
+    ]
