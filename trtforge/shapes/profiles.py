@@ -46,7 +46,7 @@ def resolve_profiles(spec_file: SpecFile, graph: Graph) -> tuple[Profile, ...]:
         role.name for role in graph.roles if role.kind == "shape_values" and not _has_kind(spec.inputs, role.name)
     )
     in_need = [name.name for name in graph.inputs if name.is_dynamic or name.name in shape_values]
-    written = spec.profiles or (() if in_need else (ProfileSpec(inputs={}),))
+    written = _listed_profiles(spec_file) or (() if in_need else (ProfileSpec(inputs={}),))
     checks = [_ProfileCheck(spec_file, graph, shape_values, index, profile) for index, profile in enumerate(written)]
     raise_any(
         [
@@ -276,8 +276,14 @@ def _no_profile(spec_file: SpecFile, graph: Graph, names: Sequence[str]) -> Prob
     )
 
 
+def _listed_profiles(spec_file: SpecFile) -> tuple[ProfileSpec, ...]:
+    """The profiles as the spec lists them; those from traffic have to be chosen before."""
+    profiles = spec_file.spec.profiles
+    return profiles if isinstance(profiles, tuple) else ()
+
+
 def _same_names(spec_file: SpecFile) -> Iterator[Problem]:
-    names = [profile.name for profile in spec_file.spec.profiles]
+    names = [profile.name for profile in _listed_profiles(spec_file)]
     for name, count in Counter(names).items():
         if count > 1:
             places = [index for index, other in enumerate(names) if other == name]

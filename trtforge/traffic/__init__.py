@@ -1,0 +1,1 @@
+"""From what requests really look like to optimization profiles."""
