@@ -11,6 +11,7 @@ from pathlib import Path
 import trtforge
 from trtforge.digests import value_digest
 from trtforge.errors import Problem, StoreError, TrtForgeError, shown_path
+from trtforge.gpu_models import gpu_model, model_of_device
 from trtforge.machine import MachineFacts
 from trtforge.release import manifest as released
 from trtforge.release.output import publish
@@ -31,6 +32,7 @@ class BuiltUnit:
         engine: as the backend gave it; its path is a blob of the store.
         host: the machine that built it, which may be another one.
         network_flags: names of the flags that the network was made with.
+        plugins: digests of the plugin libraries that it was built with.
     """
 
     unit: BuildUnit
@@ -38,6 +40,7 @@ class BuiltUnit:
     engine: BuiltEngine
     host: released.HostRecord
     network_flags: tuple[str, ...]
+    plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Evidence:
     lowering: tuple[released.LoweringDecision, ...]
     parity: tuple[released.ParityRecord, ...]
     accuracy: released.AccuracyRecord | released.NotRun
+    calibration_digest: str | None
 
 
 def make_manifest(
@@ -110,7 +114,7 @@ def make_manifest(
                 for file in graph.external_files
             ),
         ),
-        calibration_digest=None,
+        calibration_digest=evidence.calibration_digest,
         stages=tuple(
             released.StageRecord(
                 name=stage.name, key=stage.key, seconds=round(stage.seconds, 3), notes=(stage.verdict, *stage.notes)
@@ -260,9 +264,9 @@ def _artifact(entry: BuiltUnit, graph: Graph, checks: tuple[PointCheck, ...]) ->
         precision=unit.precision,
         target_gpu=unit.gpu,
         compute_capability=unit.compute_capability,
-        built_on=None,
+        built_on=_built_on(entry),
         host=_host_key(entry.host),
-        timing_cache_digest=None,
+        timing_cache_digest=engine.timing_cache_digest,
         graph_digest=unit.graph_digest,
         unit_digest=entry.key,
         profiles=tuple(_profile(profile) for profile in unit.profiles),
@@ -271,6 +275,27 @@ def _artifact(entry: BuiltUnit, graph: Graph, checks: tuple[PointCheck, ...]) ->
         seconds={part: round(seconds, 3) for part, seconds in engine.seconds.items()},
         warnings=tuple(message.text for message in engine.messages if message.severity == "warning"),
         peak_memory_bytes=engine.peak_memory_bytes,
+        notes=engine.notes,
+        trtexec=engine.trtexec,
+        weighted_layers=tuple(
+            released.WeightedLayers(kind=group.kind, dtype=group.dtype, num_layers=len(group.names))
+            for group in engine.weighted_layers
+        ),
+        plugins=entry.plugins,
+    )
+
+
+def _built_on(entry: BuiltUnit) -> released.BuiltOn | None:
+    """The GPU of the target on the machine that built; none for TensorRT-RTX, which uses none."""
+    if entry.unit.backend == "tensorrt_rtx":
+        return None
+    model = gpu_model(entry.unit.gpu).name
+    gpu = next(gpu for gpu in entry.host.gpus if model_of_device(gpu.device_name) == model)
+    return released.BuiltOn(
+        device_name=gpu.device_name,
+        num_sms=gpu.num_sms,
+        memory_bytes=gpu.memory_bytes,
+        driver=entry.host.driver or "",
     )
 
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from platformdirs import user_cache_path
 
-import trtforge
 from trtforge.backends.capabilities import Capability, capability, newest_version
-from trtforge.backends.protocol import BACKENDS, load_backend
+from trtforge.backends.plugins import plugin_digests
+from trtforge.backends.protocol import load_backend
 from trtforge.backends.refusals import refusals, target_compute_capability, warnings
+from trtforge.backends.surroundings import Surroundings
 from trtforge.bundle import BuiltUnit, Evidence, MissingTarget, host_record, make_manifest, publish_bundle
 from trtforge.digests import model_digest
 from trtforge.errors import (
@@ -38,7 +39,8 @@ from trtforge.errors import (
     shown_path,
 )
 from trtforge.events import Event, Report
-from trtforge.machine import MachineFacts, machine_facts
+from trtforge.gpu_models import gpu_model
+from trtforge.machine import GpuFacts, MachineFacts, machine_facts
 from trtforge.memo import DigestMemo
 from trtforge.plain import from_plain, to_plain
 from trtforge.release.manifest import (
@@ -55,20 +57,32 @@ from trtforge.release.output import check_output, output_lock
 from trtforge.shapes.points import PointCheck
 from trtforge.shapes.profiles import resolve_profiles
 from trtforge.spec.load import SpecFile, load_spec
-from trtforge.spec.model import Target
+from trtforge.spec.model import FromTraffic, InputProfile, ProfileSpec, Target
 from trtforge.stages import Stages
 from trtforge.store import StageKey, Store, default_store_path, open_store
 from trtforge.types import BuildUnit, BuiltEngine, Graph, Profile
 
 if TYPE_CHECKING:
     from trtforge.backends.worker_process import BuildEvent
+    from trtforge.calibrate import Calibrated
+    from trtforge.calibration.table import CalibrationTable
     from trtforge.parity.report import ParityReport
+    from trtforge.precision.lower import Decision
     from trtforge.quality import Exported
 
 _INSTALL = {"tensorrt_rtx": "pip install 'trtforge[rtx]'", "tensorrt": "pip install 'trtforge[gpu-wheels]'"}
 MAX_JOBS = 4
 """Builds at once unless asked otherwise: each holds a model and its tactics in memory."""
-_VERSIONS = {"export": 1, "ingest": 1, "profile check": 1, "parity": 1, "lower": 1, "build": 1}
+_VERSIONS = {
+    "export": 1,
+    "ingest": 1,
+    "traffic": 1,
+    "profile check": 1,
+    "calibrate": 1,
+    "parity": 2,
+    "lower": 3,
+    "build": 2,
+}
 """Raise one where the stage's code starts to give another result for the same inputs."""
 
 
@@ -88,6 +102,8 @@ class Plan:
     Attributes:
         units: every engine of the spec; those with `missing` are not built here.
         check_key: of the profile check.
+        max_opset: the highest that every target reads.
+        calibrate_key: of the calibration; None where the spec names no data.
         lower_key: of the lowering; None where the graph is built in the types that it has.
         exported: the export of this run; None where the spec names an ONNX file, or nothing may run.
         warnings: what is allowed and worth knowing.
@@ -98,6 +114,8 @@ class Plan:
     profiles: tuple[Profile, ...]
     units: tuple[PlannedUnit, ...]
     check_key: StageKey
+    max_opset: int
+    calibrate_key: StageKey | None
     lower_key: StageKey | None
     exported: Exported | None
     warnings: tuple[Problem, ...]
@@ -177,6 +195,7 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     rows = _capabilities(spec_file, facts)
     source, exported = _source(spec_file, rows, run, may_export=may_export)
     graph = _ingest(spec_file, source, run)
+    spec_file = _with_traffic_profiles(spec_file, graph, run)
     refused = [problem for index, row in enumerate(rows) for problem in refusals(spec_file, index, graph, row)]
     try:
         profiles = resolve_profiles(spec_file, graph)
@@ -189,11 +208,19 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     for problem in noted:
         run.stages.tell(Event("warning", "plan", problem.summary))
     check_key = _check_key(spec_file, graph, profiles, facts)
-    lower_key = _lower_key(spec_file, check_key, run) if spec.precision.type in ("fp16", "bf16") else None
+    max_opset = min(row.max_opset for row in rows)
+    calibrate_key = _calibrate_key(spec_file, graph, profiles, check_key, run)
+    lower_key = None
+    if spec.precision.type in ("fp16", "bf16", "int8") and spec.precision.quantization == "explicit":
+        lower_key = _lower_key(spec_file, check_key, calibrate_key, max_opset, run)
+    plugins = plugin_digests(spec_file, run.memo.digest).values()
+    plugins_input = {f"plugin {number}": digest for number, digest in enumerate(plugins)}
+    scales_input = _calibration_input(spec_file, calibrate_key, run) if _is_implicit(spec_file) else {}
     units: list[PlannedUnit] = []
     for index, target in enumerate(spec.targets):
-        reason = _missing_reason(spec_file, index, target, facts)
-        for gpu in target.gpus:
+        backend_reason = _missing_reason(spec_file, index, target, facts)
+        for position, gpu in enumerate(target.gpus):
+            reason = backend_reason or _gpu_reason(spec_file, index, position, facts)
             unit = _unit(spec_file, target, gpu, _version(target, facts), graph, profiles)
             skipped = target.when_missing == "skip"
             missing = MissingTarget(unit.identifier, gpu, target.backend, skipped, reason) if reason else None
@@ -203,8 +230,21 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
                     where=spec_file.where("targets", index, "gpus"),
                     next_step="remove one",
                 )
-            units.append(PlannedUnit(unit, _unit_key(unit, spec.precision.quantization, lower_key), missing))
-    return Plan(spec_file, graph, profiles, tuple(units), check_key, lower_key, exported, tuple(noted), facts)
+            key = _unit_key(unit, spec_file, lower_key, scales_input | plugins_input, facts)
+            units.append(PlannedUnit(unit, key, missing))
+    return Plan(
+        spec_file,
+        graph,
+        profiles,
+        tuple(units),
+        check_key,
+        max_opset,
+        calibrate_key,
+        lower_key,
+        exported,
+        tuple(noted),
+        facts,
+    )
 
 
 def _source(spec_file: SpecFile, rows: list[Capability], run: Run, *, may_export: bool) -> tuple[Path, Exported | None]:
@@ -287,8 +327,8 @@ def build(
         lock = output_lock(output_dir, on_wait=lambda: run.stages.tell(waiting), fallback=locks)
         with lock, _kept_if_filled(output_dir):
             checks = _check_profiles(plan, run)
-            graph, evidence = _prove(plan, checks, run)
-            built, failed = _build_units(plan, graph, run, jobs)
+            graph, evidence, scales = _prove(plan, checks, run)
+            built, failed = _build_units(plan, graph, scales, run, jobs)
             if not built:
                 raise SeveralErrors(dict.fromkeys(entry.problem for entry in failed))
             manifest, is_changed = _publish(plan, evidence, built, [*missing, *failed], output_dir, run)
@@ -327,6 +367,8 @@ def explain(plan: Plan, run: Run) -> dict[str, str]:
     if plan.graph.path != plan.graph.source:
         key = _parity_key("mended", plan, plan.check_key, run)
         verdicts["parity mended"] = run.stages.verdict("parity mended", key)
+    if plan.calibrate_key:
+        verdicts["calibrate"] = run.stages.verdict("calibrate", plan.calibrate_key)
     if plan.lower_key:
         verdicts["lower"] = run.stages.verdict("lower", plan.lower_key)
         key = _parity_key("lowered", plan, plan.lower_key, run)
@@ -382,6 +424,47 @@ def _ingest(spec_file: SpecFile, source: Path, run: Run) -> Graph:
     return graph
 
 
+def _with_traffic_profiles(spec_file: SpecFile, graph: Graph, run: Run) -> SpecFile:
+    """The spec with the profiles that its traffic log gives, written out in place of `from_traffic`."""
+    if isinstance(spec_file.spec.profiles, tuple):
+        return spec_file
+    wishes = spec_file.spec.profiles.from_traffic
+    files = {"log": wishes.log} | ({"latencies": wishes.latencies} if wishes.latencies else {})
+    parameters: dict[str, Any] = to_plain(FromTraffic, replace(wishes, log=Path(wishes.log.suffix), latencies=None))
+    inputs = {"model": graph.digest}
+    for name, path in files.items():
+        where = spec_file.where("profiles", "from_traffic", name)
+        try:
+            inputs[name] = run.memo.digest(path)
+        except OSError as error:
+            text = f"{shown_path(path)}: {error.strerror}"
+            raise SpecError(text, where=where, next_step=f"write the path of the {name} there") from None
+    key = StageKey("traffic", _VERSIONS["traffic"], inputs, parameters, {})
+
+    def compute() -> tuple[Any, dict[str, Path]]:
+        from trtforge.demand import choose_profiles  # noqa: PLC0415 - loads onnx and numpy
+
+        chosen = choose_profiles(graph, wishes, lambda name: spec_file.where("profiles", "from_traffic", name))
+        listed = tuple(
+            ProfileSpec(
+                name=profile.name,
+                inputs={
+                    name: InputProfile(min=shapes.min, opt=shapes.opt, max=shapes.max)
+                    for name, shapes in profile.shapes.items()
+                },
+            )
+            for profile in chosen.profiles
+        )
+        covered = f"{chosen.coverage.num_covered} of {chosen.coverage.num_requests} requests"
+        return {"profiles": to_plain(tuple[ProfileSpec, ...], listed), "covered": covered}, {}
+
+    record = run.stages.run(
+        "traffic", key, compute, lambda plain: (f"{len(plain['profiles'])} profiles cover {plain['covered']}",)
+    )
+    profiles: tuple[ProfileSpec, ...] = from_plain(tuple[ProfileSpec, ...], record.result["profiles"])
+    return replace(spec_file, spec=replace(spec_file.spec, profiles=profiles))
+
+
 def _graph_to_plain(graph: Graph) -> dict[str, Any]:
     """Without paths, which differ between machines."""
     plain: dict[str, Any] = to_plain(Graph, graph)
@@ -425,11 +508,6 @@ def _missing_reason(spec_file: SpecFile, index: int, target: Target, facts: Mach
     installed = facts.packages.get(target.backend)
     where = spec_file.where("targets", index)
     code = CapabilityError.exit_code
-    if target.backend not in BACKENDS:
-        text = f"trtforge {trtforge.__version__} plans targets of {target.backend} and does not build them"
-        return Problem(
-            text, "add a tensorrt_rtx target; this one may be left out with when_missing: skip", where, (), code
-        )
     if installed is None:
         return Problem(f"{target.backend} is not installed here", _INSTALL[target.backend], where, (), code)
     if target.version and not _is_version(installed, target.version):
@@ -439,11 +517,34 @@ def _missing_reason(spec_file: SpecFile, index: int, target: Target, facts: Mach
     return None
 
 
+def _gpu_reason(spec_file: SpecFile, index: int, position: int, facts: MachineFacts) -> Problem | None:
+    """Why this machine does not build for one GPU of a target, None if it does."""
+    target = spec_file.spec.targets[index]
+    gpu = target.gpus[position]
+    if target.backend == "tensorrt_rtx" or _gpu_at_hand(gpu, facts):
+        return None
+    found = ", ".join(one.device_name for one in facts.gpus) or f"no GPU ({facts.cuda_error})"
+    return Problem(
+        f"the target is for {gpu}, and this machine has {found}; TensorRT builds on the GPU model that an engine is for",
+        f"run trtforge build on a machine with {gpu}; here it may be left out with when_missing: skip",
+        spec_file.where("targets", index, "gpus", position),
+        (),
+        CapabilityError.exit_code,
+    )
+
+
+def _gpu_at_hand(gpu: str, facts: MachineFacts) -> GpuFacts | None:
+    """The first GPU of this machine that is of the model `gpu`."""
+    return next((one for one in facts.gpus if one.model == gpu_model(gpu).name), None)
+
+
 def _unit(
     spec_file: SpecFile, target: Target, gpu: str, version: str, graph: Graph, profiles: tuple[Profile, ...]
 ) -> BuildUnit:
     spec = spec_file.spec
     precision = _precision_tag(graph) if spec.precision.type == "as_model" else spec.precision.type
+    if _is_implicit(spec_file):
+        precision += "-implicit"
     short = {"tensorrt": "trt", "tensorrt_rtx": "trtrtx"}[target.backend] + ".".join(version.split(".")[:3])
     return BuildUnit(
         identifier=f"{spec.name}-{precision}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{short}",
@@ -481,19 +582,31 @@ def _profiles_parameter(profiles: tuple[Profile, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _unit_key(unit: BuildUnit, quantization: str, lower_key: StageKey | None) -> StageKey:
+def _unit_key(
+    unit: BuildUnit,
+    spec_file: SpecFile,
+    lower_key: StageKey | None,
+    inputs: Mapping[str, str],
+    facts: MachineFacts,
+) -> StageKey:
+    """Of an engine; `inputs` are digests of files that the builder reads besides the graph."""
+    precision: dict[str, Any] = {"type": unit.precision, "quantization": spec_file.spec.precision.quantization}
+    if _is_implicit(spec_file):
+        precision["rest"] = spec_file.spec.precision.rest
+    lowering = {"lowering": lower_key.digest} if lower_key else {}
+    driver = {"driver": facts.cuda_driver_version} if unit.backend == "tensorrt" else {}
     return StageKey(
         "build",
         _VERSIONS["build"],
-        {"model": unit.graph_digest} | ({"lowering": lower_key.digest} if lower_key else {}),
+        {"model": unit.graph_digest, **lowering, **inputs},
         {
             "gpu": unit.gpu,
             "compute_capability": unit.compute_capability,
-            "precision": {"type": unit.precision, "quantization": quantization, "tf32": unit.tf32},
+            "precision": precision | {"tf32": unit.tf32},
             "builder": unit.settings,
             "profiles": _profiles_parameter(unit.profiles),
         },
-        {unit.backend: unit.backend_version},
+        {unit.backend: unit.backend_version} | driver,
     )
 
 
@@ -514,14 +627,16 @@ def _samples_digest(spec_file: SpecFile, run: Run) -> dict[str, str]:
     samples = spec_file.spec.parity.samples
     if samples is None:
         return {}
+    next_step = "name an npz with an array for each input"
+    return {"samples": _digest_or_problem(samples, spec_file, ("parity", "samples"), next_step, run)}
+
+
+def _digest_or_problem(path: Path, spec_file: SpecFile, key: tuple[str, ...], next_step: str, run: Run) -> str:
     try:
-        return {"samples": run.memo.digest(samples)}
+        return run.memo.digest(path)
     except OSError as error:
-        raise SpecError(
-            f"{shown_path(samples)}: {error.strerror}",
-            where=spec_file.where("parity", "samples"),
-            next_step="name an npz with an array for each input",
-        ) from None
+        text = f"{shown_path(path)}: {error.strerror}"
+        raise SpecError(text, where=spec_file.where(*key), next_step=next_step) from None
 
 
 def _proof_parameters(spec_file: SpecFile, check_key: StageKey) -> dict[str, Any]:
@@ -530,23 +645,122 @@ def _proof_parameters(spec_file: SpecFile, check_key: StageKey) -> dict[str, Any
     return {**check_key.parameters, "parity": {"random_shapes": parity.random_shapes, "seed": parity.seed}}
 
 
-def _lower_key(spec_file: SpecFile, check_key: StageKey, run: Run) -> StageKey:
-    precision = spec_file.spec.precision
+def _calibrate_key(
+    spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], check_key: StageKey, run: Run
+) -> StageKey | None:
+    """Of the calibration, from the bytes of its data. Runs no Python of the spec; of a script, its own file counts."""
+    calibration = spec_file.spec.calibration
+    if calibration is None or calibration.table is not None:
+        return None
+    from trtforge.samples.calibration import open_calibration  # noqa: PLC0415 - loads numpy
+
+    data = open_calibration(spec_file, graph, profiles, digest_of=run.memo.digest)
     return StageKey(
-        "lower",
-        _VERSIONS["lower"],
-        {**check_key.inputs, **_samples_digest(spec_file, run)},
-        _proof_parameters(spec_file, check_key)
-        | {"precision": {"type": precision.type, "keep": {"fp32": list(precision.keep.fp32)}}},
+        "calibrate",
+        _VERSIONS["calibrate"],
+        {"model": graph.digest, "data": data.digest},
+        {
+            "method": calibration.method,
+            "percentile": float(calibration.percentile),
+            "inputs": check_key.parameters["inputs"],
+            "profiles": check_key.parameters["profiles"],
+        }
+        | ({"quantization": "implicit"} if _is_implicit(spec_file) else {}),
         check_key.environment,
     )
 
 
-def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph, Evidence]:
+def _is_implicit(spec_file: SpecFile) -> bool:
+    return spec_file.spec.precision.quantization == "implicit"
+
+
+def _calibration_input(spec_file: SpecFile, calibrate_key: StageKey | None, run: Run) -> dict[str, str]:
+    """What scales come from, for keys."""
+    calibration = spec_file.spec.calibration
+    if calibrate_key:
+        return {"calibration": calibrate_key.digest}
+    if calibration is None or calibration.table is None:
+        return {}
+    next_step = "trtforge calibrate SPEC --output TABLE"
+    digest = _digest_or_problem(calibration.table, spec_file, ("calibration", "table"), next_step, run)
+    return {"calibration": digest}
+
+
+def calibration_table(spec_path: Path, run: Run) -> CalibrationTable:
+    """The table of a spec's calibration, from the store where model and data are known there.
+
+    Raises:
+        SpecError: the spec names no calibration.
+        TrtForgeError: what is wrong with spec, model or data.
+    """
+    plan = make_plan(spec_path, run, may_export=True)
+    calibrated = calibrated_of(plan, run)
+    if calibrated is None:
+        raise SpecError(
+            "the spec names no calibration data",
+            where=plan.spec_file.where(),
+            next_step="write calibration: {data: FILE} with an npz, JSONL, parquet or image folder of real inputs",
+        )
+    return calibrated.table
+
+
+def calibrated_of(plan: Plan, run: Run) -> Calibrated | None:
+    """What calibration found: computed, stored, or read from the table that the spec names."""
+    if plan.spec_file.spec.calibration is None:
+        return None
+    from trtforge import calibrate  # noqa: PLC0415 - loads numpy and onnx
+
+    if plan.calibrate_key is None:
+        return calibrate.named_table(plan.spec_file, plan.graph)
+
+    def compute() -> tuple[Any, dict[str, Path]]:
+        with _unchanged_model(plan, run):
+            found = calibrate.calibrate(plan.spec_file, plan.graph, plan.profiles, run.stages, run.memo.digest)
+        return to_plain(calibrate.Calibrated, found), {}
+
+    def describe(plain: Any) -> tuple[str, ...]:
+        table = plain["table"]
+        return (f"{len(table['tensors'])} tensors, {table['num_samples']} samples", *table["notes"])
+
+    record = run.stages.run("calibrate", plan.calibrate_key, compute, describe)
+    calibrated: Calibrated = from_plain(calibrate.Calibrated, record.result)
+    return calibrated
+
+
+def _lower_key(
+    spec_file: SpecFile, check_key: StageKey, calibrate_key: StageKey | None, max_opset: int, run: Run
+) -> StageKey:
+    spec = spec_file.spec
+    precision = spec.precision
+    inputs = {
+        **check_key.inputs,
+        **_samples_digest(spec_file, run),
+        **_calibration_input(spec_file, calibrate_key, run),
+    }
+    parameters: dict[str, Any] = {
+        "type": precision.type,
+        "keep": {"fp32": list(precision.keep.fp32)},
+        "min_share": float(precision.min_share),
+    }
+    if precision.type != "fp16":
+        parameters["max_opset"] = max_opset
+    if precision.type == "int8":
+        parameters["rest"] = precision.rest
+        parameters["keep"] |= {"rest": list(precision.keep.rest)}
+    return StageKey(
+        "lower",
+        _VERSIONS["lower"],
+        inputs,
+        _proof_parameters(spec_file, check_key) | {"precision": parameters},
+        check_key.environment,
+    )
+
+
+def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph, Evidence, CalibrationTable | None]:
     """Lowers the graph as the spec asks, and compares every step with the one before it.
 
     Returns:
-        The graph for the builder, and what was found.
+        The graph for the builder, what was found, and the scales that the graph has not got (implicit quantization).
 
     Raises:
         ParityError: a step broke the model, or costs too much accuracy.
@@ -557,8 +771,9 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
         records.append(_mended_record(plan, run))
     graph: Graph = plan.graph
     decisions: tuple[LoweringDecision, ...] = ()
+    calibrated = calibrated_of(plan, run)
     if plan.lower_key:
-        graph, decisions = _lowered(plan, plan.lower_key, run)
+        graph, decisions = _lowered(plan, plan.lower_key, calibrated, run)
         records.append(_lowered_record(plan, plan.lower_key, graph, run))
     records.append(
         ParityRecord(
@@ -571,9 +786,14 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
             tightest=None,
         )
     )
-    return graph, Evidence(
-        checks, _export_record(spec_file, exported), decisions, tuple(records), _accuracy(plan, graph, run)
-    )
+    accuracy = _accuracy(plan, graph, run)
+    digest = None
+    if calibrated:
+        from trtforge.calibration.table import tensors_digest  # noqa: PLC0415 - loads numpy
+
+        digest = tensors_digest(calibrated.table)
+    evidence = Evidence(checks, _export_record(spec_file, exported), decisions, tuple(records), accuracy, digest)
+    return graph, evidence, calibrated.table if calibrated and _is_implicit(spec_file) else None
 
 
 def _mended_record(plan: Plan, run: Run) -> ParityRecord:
@@ -633,31 +853,77 @@ def _compared(
     return short
 
 
-def _lowered(plan: Plan, key: StageKey, run: Run) -> tuple[Graph, tuple[LoweringDecision, ...]]:
-    """The graph in the asked type, and the nodes that stay FP32."""
+def _lowered(
+    plan: Plan, key: StageKey, calibrated: Calibrated | None, run: Run
+) -> tuple[Graph, tuple[LoweringDecision, ...]]:
+    """The graph in the asked type, and the nodes that are not in it."""
     store = run.stages.store
 
     def compute() -> tuple[Any, dict[str, Path]]:
-        from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
+        from trtforge.lowering import lower_graph  # noqa: PLC0415 - loads onnxruntime
 
         folder = store.new_folder("lowered")
-        lowered = quality.lower_graph(plan.spec_file, plan.graph, plan.profiles, folder, run.stages)
+        lowered = lower_graph(
+            plan.spec_file,
+            plan.graph,
+            plan.profiles,
+            folder,
+            run.stages,
+            max_opset=plan.max_opset,
+            calibrated=calibrated,
+        )
+        asked = plan.spec_file.spec.precision.type
         plain = {
             "graph": _graph_to_plain(lowered.graph),
             "kept": [
                 {"node": entry.node, "op": entry.op, "dtype": entry.dtype, "reason": entry.reason}
                 for entry in lowered.decisions
-                if entry.dtype == "float32"
+                if entry.dtype == "float32" or (asked == "int8" and " not INT8: " in entry.reason)
             ],
+            "decisions": [_decision_row(entry) for entry in lowered.decisions],
             "notes": list(lowered.notes),
         }
-        return plain, {"graph": lowered.graph.path}
+        files = {"graph": lowered.graph.path}
+        for file in lowered.graph.external_files:
+            files["weights"] = lowered.graph.weights_dir / file.location
+        return plain, files
 
     record = run.stages.run("lower", key, compute, lambda plain: tuple(plain["notes"]))
-    path = store.blob_path(record.blobs["graph"])
-    places = {"path": str(path), "source": str(plan.graph.source), "weights_dir": str(plan.graph.weights_dir)}
+    path, weights_dir = store.blob_path(record.blobs["graph"]), plan.graph.weights_dir
+    if "weights" in record.blobs:
+        # The model names its weights by their place beside it.
+        weights_dir = store.new_folder("lowered")
+        (location,) = (file["location"] for file in record.result["graph"]["external_files"])
+        (weights_dir / location).hardlink_to(store.blob_path(record.blobs["weights"]))
+        path = weights_dir / "lowered.onnx"
+        path.hardlink_to(store.blob_path(record.blobs["graph"]))
+    places = {"path": str(path), "source": str(plan.graph.source), "weights_dir": str(weights_dir)}
     graph: Graph = from_plain(Graph, record.result["graph"] | places)
     return graph, tuple(LoweringDecision(**entry) for entry in record.result["kept"])
+
+
+def _decision_row(decision: Decision) -> list[str]:
+    """Node, operator, type, range seen, reason."""
+    seen = decision.range
+    shown = "" if seen is None else f"{seen.low:.4g} to {seen.high:.4g}"
+    return [decision.node, decision.op, decision.dtype, shown, decision.reason]
+
+
+def decision_rows(plan: Plan, run: Run) -> list[list[str]]:
+    """Why each node of the lowered graph has its type: node, operator, type, range seen, reason.
+
+    Raises:
+        GraphError: the spec lowers nothing, or was not lowered here yet.
+    """
+    where = plan.spec_file.where("precision")
+    if plan.lower_key is None:
+        raise GraphError("the graph is built in the types that it has", where=where, next_step="leave out --decisions")
+    record = run.stages.store.find(plan.lower_key)
+    if record is None:
+        text = f"the graph was not lowered to {plan.spec_file.spec.precision.type} here yet, and plan runs no model"
+        raise GraphError(text, where=where, next_step=f"trtforge build {shown_path(plan.spec_file.path)}")
+    rows: list[list[str]] = record.result["decisions"]
+    return rows
 
 
 def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
@@ -753,12 +1019,14 @@ def _label(unit: BuildUnit) -> str:
     return f"build {unit.gpu}"
 
 
-def _build_units(plan: Plan, graph: Graph, run: Run, jobs: int | None) -> tuple[list[BuiltUnit], list[MissingTarget]]:
+def _build_units(
+    plan: Plan, graph: Graph, scales: CalibrationTable | None, run: Run, jobs: int | None
+) -> tuple[list[BuiltUnit], list[MissingTarget]]:
     """Every engine that can be built here, several at once, and those whose build ended with an error."""
     units = [planned for planned in plan.units if not planned.missing]
     with ThreadPoolExecutor(max_workers=jobs or min(MAX_JOBS, os.cpu_count() or 1)) as threads:
         try:
-            results = list(threads.map(lambda planned: _build_or_fail(planned, plan, graph, run), units))
+            results = list(threads.map(lambda planned: _build_or_fail(planned, plan, graph, scales, run), units))
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
             from trtforge.backends.worker_process import end_workers  # noqa: PLC0415
@@ -770,10 +1038,12 @@ def _build_units(plan: Plan, graph: Graph, run: Run, jobs: int | None) -> tuple[
     return built, failed
 
 
-def _build_or_fail(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> BuiltUnit | list[MissingTarget]:
+def _build_or_fail(
+    planned: PlannedUnit, plan: Plan, graph: Graph, scales: CalibrationTable | None, run: Run
+) -> BuiltUnit | list[MissingTarget]:
     unit = planned.unit
     try:
-        return _build_unit(planned, plan, graph, run)
+        return _build_unit(planned, plan, graph, scales, run)
     except StoreError:
         raise  # a full disk is not this target's own
     except TrtForgeError as error:
@@ -784,7 +1054,7 @@ def _build_or_fail(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> 
         ]
 
 
-def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> BuiltUnit:
+def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, scales: CalibrationTable | None, run: Run) -> BuiltUnit:
     unit, spec_file = planned.unit, plan.spec_file
 
     def compute() -> tuple[Any, dict[str, Path]]:
@@ -792,10 +1062,15 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> Bui
         limit = spec_file.spec.build_timeout
         on_event = _forward(_label(unit), run.stages)
         try:
-            with _unchanged_model(plan, run):
-                engine = load_backend(unit.backend).build(unit, graph, work_dir, on_event, limit)
+            cache = _calibration_cache(unit, plan, scales, work_dir) if scales else None
+            with _unchanged_model(plan, run), _surroundings(unit, plan, cache, run) as around:
+                engine = load_backend(unit.backend).build(unit, graph, work_dir, on_event, limit, around)
         except BuildError as error:
             raise _with_reproduction(error, unit, work_dir, run.stages.store) from error
+        if engine.weighted_layers:
+            from trtforge.quality import check_network_types  # noqa: PLC0415 - loads onnxruntime
+
+            check_network_types(graph, engine.weighted_layers, unit.identifier)
         # The path is of this machine and this run; whoever reads the record has the blob's.
         plain = {
             "engine": to_plain(BuiltEngine, replace(engine, path=Path())),
@@ -804,16 +1079,49 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, run: Run) -> Bui
         return plain, {"engine": engine.path}
 
     def describe(plain: Any) -> tuple[str, ...]:
-        return (f"{unit.identifier}.engine, {plain['engine']['size_bytes'] / 1e6:.1f} MB",)
+        size = f"{unit.identifier}.engine, {plain['engine']['size_bytes'] / 1e6:.1f} MB"
+        return (size, *plain["engine"]["notes"], *filter(None, [plain["engine"]["trtexec"]]))
 
     record = run.stages.run(_label(unit), planned.key, compute, describe)
     path = run.stages.store.blob_path(record.blobs["engine"])
     engine: BuiltEngine = replace(from_plain(BuiltEngine, record.result["engine"]), path=path)
     _refuse_warnings(spec_file, unit, engine)
     host: HostRecord = from_plain(HostRecord, record.result["host"])
-    return BuiltUnit(
-        unit, planned.key.digest, engine, host, capability(unit.backend, unit.backend_version).network_flags
-    )
+    flags = capability(unit.backend, unit.backend_version).flags_of_network(implicit=_is_implicit(spec_file))
+    plugins = tuple(digest for name, digest in planned.key.inputs.items() if name.startswith("plugin "))
+    return BuiltUnit(unit, planned.key.digest, engine, host, flags, plugins)
+
+
+@contextmanager
+def _surroundings(unit: BuildUnit, plan: Plan, calibration_cache: Path | None, run: Run) -> Iterator[Surroundings]:
+    """What a build on this machine's GPU uses; one build at a time on a GPU, as kernels are chosen by measured times."""
+    gpu = None if unit.backend == "tensorrt_rtx" else _gpu_at_hand(unit.gpu, plan.facts)
+    if gpu is None:
+        yield Surroundings()
+        return
+    store, spec = run.stages.store, plan.spec_file.spec
+    measured = f"{unit.backend}-{unit.backend_version}-cuda{plan.facts.cuda_version}-{gpu.model}".replace(" ", "-")
+    waiting = Event("step", _label(unit), f"waiting for {gpu.device_name}, which another build uses")
+    with store.lock(f"gpu-{gpu.uuid or gpu.index}", on_wait=lambda: run.stages.tell(waiting)):
+        yield Surroundings(
+            gpu_uuid=gpu.uuid if len(plan.facts.gpus) > 1 else "",
+            timing_cache=store.root / "timing" / f"{measured}.cache",
+            plugins=spec.plugins,
+            calibration_cache=calibration_cache,
+            rest_fp16=spec.precision.type == "int8" and spec.precision.rest == "fp16",
+            keep_fp32=spec.precision.keep.fp32,
+        )
+
+
+def _calibration_cache(unit: BuildUnit, plan: Plan, table: CalibrationTable, folder: Path) -> Path:
+    """A file with the scales in TensorRT's own format."""
+    from trtforge.calibrate import scales_of  # noqa: PLC0415 - loads numpy and onnx
+    from trtforge.calibration.trt_cache import algorithm_of, write_trt_cache  # noqa: PLC0415
+
+    path = folder / f"{unit.identifier}.calibration"
+    scales = scales_of(plan.spec_file, plan.graph, table)
+    write_trt_cache(path, scales, tensorrt_version=unit.backend_version, algorithm=algorithm_of(table.method))
+    return path
 
 
 def _with_reproduction(error: BuildError, unit: BuildUnit, work_dir: Path, store: Store) -> TrtForgeError:
@@ -828,11 +1136,18 @@ def _with_reproduction(error: BuildError, unit: BuildUnit, work_dir: Path, store
 
 
 def _forward(label: str, stages: Stages) -> Callable[[BuildEvent], None]:
+    """Passes a builder's events on; a line that it repeats for each layer is told once."""
+    told: set[str] = set()
+
     def on_event(event: BuildEvent) -> None:
-        if event.kind == "message":
-            stages.tell(Event("warning", label, event.text))
-        else:
+        if event.kind != "message":
             stages.tell(Event("step", label, event.text, fraction=event.fraction))
+        elif event.text not in told:
+            from trtforge.backends.builder_log import readable_warning  # noqa: PLC0415 - loads many patterns
+
+            told.add(event.text)
+            if text := readable_warning(event.text):
+                stages.tell(Event("warning", label, text))
 
     return on_event
 
@@ -927,19 +1242,18 @@ class BackendState:
 
 def backend_states(facts: MachineFacts) -> tuple[BackendState, ...]:
     """Every backend that the capability table knows, as this machine has it."""
-    return tuple(_backend_state(name, facts.packages.get(name)) for name in _INSTALL)
+    return tuple(_backend_state(name, facts.packages.get(name), facts) for name in _INSTALL)
 
 
-def _backend_state(name: str, version: str | None) -> BackendState:
-    if name not in BACKENDS:
-        text = (
-            f"{version or 'not installed'}; trtforge {trtforge.__version__} plans its targets and does not build them"
-        )
-        return BackendState(name, version, (), text, "")
+def _backend_state(name: str, version: str | None, facts: MachineFacts) -> BackendState:
     if version is None:
         return BackendState(name, None, (), "not installed", _INSTALL[name])
     try:
         builds_for = capability(name, version).compute_capabilities
     except CapabilityError as error:
         return BackendState(name, version, (), error.problems[0].summary, error.problems[0].next_step)
+    if name == "tensorrt":  # which builds for the GPUs at hand only
+        builds_for = tuple(gpu.model for gpu in facts.gpus if gpu.model and gpu.compute_capability in builds_for)
+    if not builds_for:
+        return BackendState(name, version, (), f"{version}, and no GPU here that it builds for", "nvidia-smi")
     return BackendState(name, version, builds_for, f"{version}, builds here for {', '.join(builds_for)}", "")

@@ -14,13 +14,14 @@ from trtforge.errors import ParityError, Problem, SpecError
 from trtforge.events import Event
 from trtforge.files import explained
 from trtforge.graph.ingest import ingest
+from trtforge.lowering import lower_graph
 from trtforge.parity.bisect import BisectReport, bisect, keep_lines
 from trtforge.parity.interop import save_inputs, save_outputs
 from trtforge.parity.report import ParityReport, not_run, rejudge
 from trtforge.parity.staged import OnnxRunner, ParityInput, compare_stage
 from trtforge.parity.subgraph import extract, write
 from trtforge.parity.tolerances import Stage
-from trtforge.pipeline import Plan, Run
+from trtforge.pipeline import Plan, Run, calibrated_of
 from trtforge.plain import from_plain
 from trtforge.reference import ReferenceSession
 from trtforge.spec.load import SpecFile, load_spec
@@ -159,7 +160,15 @@ def rejudged(saved: Path, spec_path: Path) -> Proof:
 
 def _lowered_step(spec_file: SpecFile, plan: Plan, run: Run, name: str) -> _Step:
     folder = run.stages.store.new_folder(name)
-    lowered = quality.lower_graph(spec_file, plan.graph, plan.profiles, folder, run.stages)
+    lowered = lower_graph(
+        spec_file,
+        plan.graph,
+        plan.profiles,
+        folder,
+        run.stages,
+        max_opset=plan.max_opset,
+        calibrated=calibrated_of(plan, run),
+    )
     report = quality.compare_lowered(spec_file, plan.graph, lowered.graph, plan.profiles, folder, run.stages)
     return _Step(report, plan.graph, quality.emulation_of(lowered.graph, folder)[1], is_own_lowering=True)
 

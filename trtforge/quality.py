@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 
@@ -17,26 +17,20 @@ from trtforge.errors import GraphError, ParityError, SeveralErrors
 from trtforge.events import Event
 from trtforge.files import commit, explained, write_aside
 from trtforge.graph.export import ExportReport, ExportRun, export_torch
-from trtforge.graph.ingest import ingest
-from trtforge.graph.model_file import INLINE_LIMIT_BYTES
 from trtforge.parity.accuracy import AccuracyReport, MaxDrop, accuracy_gate
 from trtforge.parity.report import ParityReport, RunnerFacts, concluded, not_run
-from trtforge.parity.samples import Sample, open_samples
-from trtforge.parity.staged import Array, OnnxRunner, ParityInput, compare_stage, parity_inputs
+from trtforge.parity.staged import Array, OnnxRunner, ParityInput, Runner, compare_stage, parity_inputs
 from trtforge.parity.tolerances import PRESETS, Precision, Stage, Tolerance, resolve_tolerances
-from trtforge.precision.audit import audit, share
+from trtforge.precision.audit import audit, refuse_other_types
 from trtforge.precision.emulate import emulated
-from trtforge.precision.lower import Decision, lower
-from trtforge.precision.policy import KeepRules
-from trtforge.precision.ranges import observe_ranges
 from trtforge.reference import ReferenceSession
+from trtforge.samples.opening import open_samples
+from trtforge.samples.source import Sample
 from trtforge.shapes.inputs import generate_at
 from trtforge.spec.load import SpecFile
 from trtforge.spec.model import Bounds, RelativeDrop
 from trtforge.stages import Stages
-from trtforge.types import POINTS, Graph, Profile, Shape
-
-LOW_TYPES: dict[str, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
+from trtforge.types import POINTS, Graph, NetworkLayers, Profile, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +39,6 @@ class Exported:
 
     report: ExportReport
     parity: ParityReport
-
-
-@dataclass(frozen=True, slots=True)
-class LoweredGraph:
-    """A graph in the asked types.
-
-    Attributes:
-        decisions: what stays FP32 and why, what does not, for every node with real numbers.
-    """
-
-    graph: Graph
-    decisions: tuple[Decision, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +100,9 @@ def export(spec_file: SpecFile, opset: int, output: Path, stages: Stages) -> Exp
 
 def _written_shapes(spec_file: SpecFile) -> list[dict[str, Shape]]:
     """min, opt and max of every profile, as far as the spec spells them out."""
-    found = []
-    for profile in spec_file.spec.profiles:
+    found: list[dict[str, Shape]] = []
+    profiles = spec_file.spec.profiles
+    for profile in profiles if isinstance(profiles, tuple) else ():
         for point in POINTS:
             shapes = {name: getattr(entry, point) for name, entry in profile.inputs.items()}
             if shapes and all(shapes.values()) and shapes not in found:
@@ -185,58 +167,6 @@ def compare_mended(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, .
     )
 
 
-def lower_graph(
-    spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], folder: Path, stages: Stages
-) -> LoweredGraph:
-    """The graph in the spec's type, decided on ranges seen over samples and profiles.
-
-    Args:
-        spec_file: names the type and what to keep.
-        graph: the model in FP32.
-        profiles: whose sizes generated inputs have.
-        folder: where the lowered file goes.
-        stages: told what happens.
-
-    Raises:
-        SeveralErrors: a glob of `keep` matches no node.
-        GraphError: the lowered model is too large for one file.
-    """
-    spec = spec_file.spec
-    stages.tell(Event("step", "lower", "observing ranges"))
-    given = inputs_of(spec_file, graph, profiles)
-    ranges = observe_ranges(graph, (entry.feeds for entry in given if not entry.is_drawn))
-    stages.tell(Event("step", "lower", "choosing types"))
-    model = onnx.load(graph.path, load_external_data=False)
-    dtype = LOW_TYPES[spec.precision.type]
-    try:
-        lowered = lower(
-            model,
-            dtype=dtype,
-            keep=KeepRules(spec.precision.keep.fp32),
-            ranges=ranges,
-            weights_dir=graph.weights_dir,
-        )
-    except SeveralErrors as error:
-        where = spec_file.where("precision", "keep", "fp32")
-        raise SeveralErrors(replace(problem, where=problem.where or where) for problem in error.problems) from None
-    path = folder / "lowered.onnx"
-    if lowered.model.ByteSize() > INLINE_LIMIT_BYTES:
-        raise GraphError(
-            f"the model in {spec.precision.type} is larger than {INLINE_LIMIT_BYTES} bytes, the most for one file",
-            where=spec_file.where("precision", "type"),
-            next_step="export the model in that type with external data, and write precision: {type: as_model}",
-        )
-    _save(lowered.model, path)
-    shapes = {name: shape.opt for profile in profiles[:1] for name, shape in profile.shapes.items()}
-    found = share(audit(lowered.model, shapes), dtype)
-    kept = sum(decision.dtype == "float32" for decision in lowered.decisions)
-    notes = (
-        f"{found.layers:.0%} of weighted layers in {dtype}, {lowered.num_casts} casts, {kept} nodes in float32",
-        *lowered.notes,
-    )
-    return LoweredGraph(ingest(path, folder, where=spec_file.where("model")), lowered.decisions, notes)
-
-
 def compare_lowered(
     spec_file: SpecFile, graph: Graph, lowered: Graph, profiles: tuple[Profile, ...], folder: Path, stages: Stages
 ) -> ParityReport:
@@ -260,17 +190,39 @@ def emulation_of(lowered: Graph, folder: Path) -> tuple[OnnxRunner, Graph]:
         The runner, and the graph that it runs.
     """
     graph = replace(lowered, path=folder / "emulated.onnx")
-    _save(emulated(onnx.load(lowered.path)), graph.path)
+    save_model(emulated(onnx.load(lowered.path, load_external_data=False)), graph.path)
     return OnnxRunner("onnxruntime, emulated", ReferenceSession(graph)), graph
 
 
-def _save(model: onnx.ModelProto, path: Path) -> None:
+def check_network_types(graph: Graph, layers: tuple[NetworkLayers, ...], identifier: str) -> None:
+    """Compares the layers of a parsed network with the graph that it was parsed from.
+
+    Args:
+        graph: that was built.
+        layers: the network's, see `BuiltEngine.weighted_layers`.
+        identifier: of the engine.
+
+    Raises:
+        BuildError: some compute in a wider type than the graph says.
+    """
+    model = onnx.load(graph.path, load_external_data=False)
+    refuse_other_types(audit(model, {}), layers, identifier)
+
+
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    """Writes a model whole or not at all.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
     with explained(path.parent, model.ByteSize(), "name another folder with --store"):
         commit(write_aside(path.parent, BytesIO(model.SerializeToString()))[0], path)
 
 
-def check_accuracy(spec_file: SpecFile, graph: Graph, candidate: OnnxRunner, stages: Stages) -> AccuracyReport:
-    """The user's metric on FP32 and on the candidate.
+def check_accuracy(
+    spec_file: SpecFile, graph: Graph, candidate: Runner, stages: Stages, *, batch_size: int = 32
+) -> AccuracyReport:
+    """The user's metric on FP32 and on the candidate, `batch_size` samples a run where the model leaves it open.
 
     Raises:
         ParityError: the drop is too large, or the evaluation set too small to say that it is not.
@@ -289,6 +241,7 @@ def check_accuracy(spec_file: SpecFile, graph: Graph, candidate: OnnxRunner, sta
         MaxDrop(drop.relative, is_relative=True) if isinstance(drop, RelativeDrop) else MaxDrop(drop),
         where=where,
         scale=accuracy.scale,
+        batch_size=batch_size,
         on_phase=lambda text: stages.tell(Event("step", "accuracy", text)),
     )
     found = f"{accuracy.metric} is {report.candidate:.4g}, {report.reference:.4g} in FP32"

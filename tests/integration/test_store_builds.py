@@ -423,14 +423,14 @@ def test_one_target_that_fails_loses_no_other_and_the_next_run_builds_it_alone(w
     spec, events = write_spec(gpus=("sm86", "sm89")), []
     real = tensorrt_rtx.build
 
-    def killed_for_sm86(unit, graph, work_dir, on_event, timeout):
+    def killed_for_sm86(unit, graph, work_dir, on_event, timeout, around):
         def kill(event):
             if unit.gpu == "sm86":
                 for pid in workers():
                     os.kill(pid, signal.SIGKILL)
             on_event(event)
 
-        return real(unit, graph, work_dir, kill, timeout)
+        return real(unit, graph, work_dir, kill, timeout, around)
 
     with monkeypatch.context() as patch:
         patch.setattr(tensorrt_rtx, "build", killed_for_sm86)

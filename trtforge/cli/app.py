@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import trtforge
-from trtforge.cli import build, doctor, init, parity, plan, store, verify
+from trtforge.cli import bench, build, calibrate, doctor, init, lint, parity, plan, profile, store, verify
 from trtforge.cli.console import fail
 from trtforge.errors import CommandLineError, StoreError, TrtForgeError
 
@@ -22,8 +22,9 @@ _INTERRUPTED = 128 + signal.SIGINT
 app = typer.Typer(
     name="trtforge",
     help="From one YAML build spec to released TensorRT engines, checked at every step.",
-    epilog="Exit codes: 2 spec, 3 model, 5 parity or accuracy, 6 capability, 7 build, 8 file system, 10 integrity, 11 some targets missing,"
-    " 64 usage, 70 a bug. --traceback, anywhere, adds Python's traceback to an error.",
+    epilog="Exit codes: 2 spec, 3 model, 4 calibration, 5 parity or accuracy, 6 capability, 7 build, 8 file system,"
+    " 9 performance, 10 integrity, 11 some targets missing, 12 coverage, 13 lint, 14 regression, 64 usage, 70 a bug."
+    " --traceback, anywhere, adds Python's traceback to an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -47,7 +48,11 @@ def _options(
 
 
 _VERBS = {
-    verb.__name__: verb for verb in (init.init, plan.plan, parity.parity, build.build, verify.verify, doctor.doctor)
+    verb.__name__: verb
+    for verb in (
+        *(init.init, plan.plan, calibrate.calibrate, parity.parity, build.build, verify.verify, bench.bench),
+        *(profile.profile, lint.lint, doctor.doctor),
+    )
 }
 for _verb in _VERBS.values():
     app.command()(_verb)

@@ -21,6 +21,9 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say of each stage whether it is cached, or what changed.")
     ] = False,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="List why each node has its type, from the last lowering.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
     progress_style: ProgressOption = ProgressStyle.auto,
@@ -32,10 +35,22 @@ def plan(
     with progress(progress_style, as_json=as_json) as report, pipeline.open_run(spec, store, report) as run:
         made = pipeline.make_plan(spec, run)
         verdicts = pipeline.explain(made, run) if explain else {}
+        rows = pipeline.decision_rows(made, run) if decisions else []
     if as_json:
-        print_json(_json(made, verdicts))
+        print_json(_json(made, verdicts) | ({"decisions": rows} if decisions else {}))
+    elif decisions:
+        _print_decisions(rows)
     else:
         _print(made, verdicts)
+
+
+def _print_decisions(rows: list[list[str]]) -> None:
+    from trtforge.cli.console import say  # noqa: PLC0415
+
+    heads = ["node", "operator", "type", "range seen", "reason"]
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(4)]
+    for row in [heads, *rows]:
+        say("  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[4]]))
 
 
 def _json(made: Plan, verdicts: Mapping[str, str]) -> dict[str, Any]:
@@ -96,7 +111,19 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
             _row(f"profile {profile.name}", f"{name} values: {ranges}")
     precision = spec.precision
     _row("precision", f"type {precision.type}, quantization {precision.quantization}, tf32 {_word(precision.tf32)}")
+    if precision.type == "int8":
+        _row(
+            "not quantized",
+            f"computes in {precision.rest}; kept out by name: {', '.join(precision.keep.rest) or 'none'}",
+        )
     _row("keep in FP32", ", ".join(precision.keep.fp32) or "none by name")
+    _row("min_share", f"{precision.min_share:g} of the work")
+    if (given := spec.calibration) is not None:
+        rows = f"first {given.samples} samples" if given.samples else "all samples"
+        source = given.callable or shown_path(given.data or given.table or Path())
+        _row("calibration", f"{source}, method {given.method}, {rows}, batch {given.batch}, {given.memory_mib} MiB")
+    if spec.plugins:
+        _row("plugins", ", ".join(shown_path(path) for path in spec.plugins))
     _row(
         "parity",
         f"{spec.parity.samples or 'no samples'}, {spec.parity.random_shapes} drawn sizes, seed {spec.parity.seed}",

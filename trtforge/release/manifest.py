@@ -186,6 +186,18 @@ class TensorRecord:
 
 @_STRICT
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedLayers:
+    """Layers that do most of the work, of one kind and type."""
+
+    kind: EnumName
+    """TensorRT's LayerType."""
+    dtype: str
+    """What they compute in."""
+    num_layers: Count
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     """One engine."""
 
@@ -222,6 +234,14 @@ class Artifact:
     """The builder's warnings, in order."""
     peak_memory_bytes: Count | None
     """Largest resident size of the builder's process."""
+    notes: tuple[str, ...] = ()
+    """What the build found out about the engine besides."""
+    trtexec: str = ""
+    """The command of TensorRT's own tool that asks for the same engine; empty where there is none."""
+    weighted_layers: tuple[WeightedLayers, ...] = ()
+    """Of the network that was built; empty where TensorRT chooses the types (8.6, implicit quantization)."""
+    plugins: tuple[Digest, ...] = ()
+    """Of the plugin libraries that it was built with, and that have to be loaded before it."""
 
 
 @_STRICT

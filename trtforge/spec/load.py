@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtforge.digests import value_digest
 from trtforge.errors import Problem, SeveralErrors, SpecError, Where, closest, shown_path
-from trtforge.spec.model import DEFAULT_OUTPUT, SPEC_CONFIG, BuildSpec
+from trtforge.spec.model import DEFAULT_OUTPUT, LISTED, SPEC_CONFIG, TRAFFIC, BuildSpec
 from trtforge.spec.yaml_values import Key, Marks, read_yaml
 
 MAX_EXTENDS_DEPTH = 10
@@ -24,7 +24,10 @@ _PATH_KEYS: tuple[Key, ...] = (
     ("accuracy", "data"),
     ("calibration", "data"),
     ("calibration", "table"),
+    ("profiles", "from_traffic", "log"),
+    ("profiles", "from_traffic", "latencies"),
     ("output",),
+    ("plugins",),
 )
 _SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
 
@@ -147,6 +150,13 @@ def _resolve_paths(values: dict[str, Any], marks: Marks) -> None:
         for parent in parents:
             holder = holder.get(parent) if isinstance(holder, dict) else None
         written = _plain(holder.get(last)) if isinstance(holder, dict) else None
+        if isinstance(written, list):
+            holder[last] = [
+                str(_from_folder_of(marks[(*parents, last, index)].path.resolve(), item))
+                if isinstance(item, str)
+                else item
+                for index, item in enumerate(written)
+            ]
         if isinstance(written, str) and (*parents, last) in marks:
             holder[last] = str(_from_folder_of(marks[(*parents, last)].path.resolve(), written))
 
@@ -183,7 +193,7 @@ def _written_key(loc: tuple[str | int, ...], values: Any) -> tuple[Key, Key]:
         try:
             values = values[part]
         except (KeyError, IndexError, TypeError):
-            if isinstance(values, dict) and values.get("backend") == part:
+            if part in (LISTED, TRAFFIC) or (isinstance(values, dict) and values.get("backend") == part):
                 continue
             return tuple(key), loc[position:]
         key.append(part)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    WithJsonSchema,
+    with_config,
+)
 from typing_extensions import Self
 
 DEFAULT_OUTPUT = Path("dist")
@@ -208,6 +218,48 @@ class ProfileSpec:
 
 @_FORBID
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FromTraffic:
+    """Profiles chosen from the shapes of real requests."""
+
+    log: SpecPath
+    """Requests: .jsonl or .csv, also .gz, .parquet, or a histogram in .json."""
+    coverage: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] = 0.995
+    """Least share of the requests that must lie in a profile; the costliest of the rest are left out."""
+    max_profiles: Annotated[int, Field(ge=1, le=8), BeforeValidator(_size)] = 4
+    """Most profiles to choose; fewer where more save less than 2 %."""
+    multiple_of: dict[Text, Annotated[int, Field(ge=1, le=4096), BeforeValidator(_size)]] = field(default_factory=dict)
+    """Open size -> what the server pads it to multiples of; min, opt and max are such."""
+    max_batch: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_size)] | None = None
+    """Largest batch a profile may allow, and the queue may form."""
+    memory_mib: Mebibytes | None = None
+    """Largest estimate of the memory for activations at a profile's max."""
+    window_ms: Positive | None = None
+    """How long the server's queue waits to form a batch; needs timestamps and `max_batch`."""
+    latencies: SpecPath | None = None
+    """Measured latencies (JSON), in place of the cost model."""
+    padded: StrictBool = False
+    """Whether the server pads every request to the max of its profile."""
+    opt_by: Literal["requests", "cost"] = "requests"
+    """Whether opt is the commonest shape, or the one that costs most in all."""
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficProfiles:
+    """Profiles that are chosen from requests."""
+
+    from_traffic: FromTraffic
+
+
+LISTED, TRAFFIC = "listed profiles", "profiles from traffic"
+_PROFILES = Annotated[
+    Annotated[tuple[ProfileSpec, ...], Tag(LISTED)] | Annotated[TrafficProfiles, Tag(TRAFFIC)],
+    Discriminator(lambda value: TRAFFIC if isinstance(value, dict) and "from_traffic" in value else LISTED),
+]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Globs on node names."""
 
@@ -390,6 +442,7 @@ class OutputBounds:
     onnx: Bounds | None = None
     mended: Bounds | None = None
     lowered: Bounds | None = None
+    engine: Bounds | None = None
 
 
 @_FORBID
@@ -409,6 +462,8 @@ class Parity:
     """The mended graph against the ONNX file."""
     lowered: Bounds = field(default_factory=Bounds)
     """The graph in the asked types, emulated, against FP32."""
+    engine: Bounds = field(default_factory=Bounds)
+    """The engine on its GPU, against FP32."""
     outputs: dict[Text, OutputBounds] = field(default_factory=dict)
     """Output name -> its own bounds."""
 
@@ -452,7 +507,7 @@ class BuildSpec:
     targets: Annotated[tuple[Annotated[Target, Field(discriminator="backend")], ...], Field(min_length=1)]
     inputs: dict[Text, InputValues] = field(default_factory=dict)
     """Input name -> what its values are."""
-    profiles: tuple[ProfileSpec, ...] = ()
+    profiles: _PROFILES = ()
     """Optimization profiles; needed as soon as an input is dynamic."""
     precision: Precision = field(default_factory=Precision)
     calibration: Calibration | None = None
@@ -460,6 +515,8 @@ class BuildSpec:
     builder: BuilderSettings = field(default_factory=BuilderSettings)
     parity: Parity = field(default_factory=Parity)
     accuracy: Accuracy | None = None
+    plugins: tuple[SpecPath, ...] = ()
+    """Libraries with operators of their own, for TensorRT on Linux; loaded while an engine is built."""
     fail_on_warning: tuple[Word, ...] = ()
     """Globs; a builder warning that matches one is an error."""
     build_timeout: Positive | None = None
