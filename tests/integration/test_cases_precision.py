@@ -73,9 +73,6 @@ def test_c15_group_normalization(tmp_path):
     np.testing.assert_allclose(found, right.reshape(x.shape), atol=2e-3)
 
 
-@pytest.mark.xfail(
-    reason="ONNX's checker refuses what it calls deprecated, though TensorRT-RTX builds it", raises=TrtForgeError
-)
 def test_c15_group_normalization_of_opset_18(tmp_path):
     _, parsed = ingested(group_norm(18, 2), tmp_path)
 

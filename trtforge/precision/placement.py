@@ -36,7 +36,10 @@ _BEFORE_QUANTIZED = frozenset({"BatchNormalization", "Identity"})
 """What may stand between a convolution and the addition that TensorRT fuses with it."""
 
 _QUANTIZED_ALREADY = frozenset(
-    ["ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"]
+    [
+        *("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger"),
+        *("QLinearConv", "QLinearMatMul", "QuantizeLinear"),
+    ]
 )
 _SHOWN = 3
 
