@@ -79,7 +79,7 @@ _VERSIONS = {
     "traffic": 1,
     "profile check": 1,
     "calibrate": 1,
-    "parity": 2,
+    "parity": 3,
     "lower": 3,
     "build": 2,
 }

@@ -180,7 +180,7 @@ def _candidate_step(candidate: Path, plan: Plan, run: Run) -> _Step:
     report = compare_stage(
         OnnxRunner("onnxruntime, FP32", ReferenceSession(plan.graph)),
         OnnxRunner(f"onnxruntime, {candidate.name}", ReferenceSession(graph)),
-        quality.inputs_of(plan.spec_file, plan.graph, plan.profiles),
+        quality.lowered_inputs(plan.spec_file, plan.graph, plan.profiles),
         tolerances,
         stage,
         lambda label: run.stages.tell(Event("step", "candidate", label)),
@@ -192,7 +192,8 @@ def _telling_inputs(plan: Plan, report: ParityReport) -> dict[str, ParityInput]:
     """The inputs at which a step broke, a few of them; the first few if it did not."""
     broken = {point.label for point in report.points if not point.passed}
     found: dict[str, ParityInput] = {}
-    for given in quality.inputs_of(plan.spec_file, plan.graph, plan.profiles):
+    source = quality.lowered_inputs if report.stage == "lowered" else quality.inputs_of
+    for given in source(plan.spec_file, plan.graph, plan.profiles):
         if given.label in broken or not broken:
             found.setdefault(given.label, given)
         if len(found) == _MOST_FEEDS:
@@ -217,7 +218,9 @@ def _nodes(step: _Step, inputs: Mapping[str, ParityInput], plan: Plan, run: Run)
 def _with_keep(spec_file: SpecFile, keep: tuple[str, ...]) -> SpecFile:
     precision = spec_file.spec.precision
     more = replace(precision.keep, fp32=(*precision.keep.fp32, *keep))
-    return replace(spec_file, spec=replace(spec_file.spec, precision=replace(precision, keep=more)))
+    # How much may stay FP32 is for the build to judge; here the lines that mend it are looked for.
+    kept = replace(precision, keep=more, min_share=0.0)
+    return replace(spec_file, spec=replace(spec_file.spec, precision=kept))
 
 
 def _reproduced(

@@ -141,6 +141,8 @@ def test_keep_lines_are_applied_until_the_step_holds(tmp_path, trtforge):
     assert (code, found["kept"]) == (0, "passed"), out
     keep = {"type": "fp16", "keep": {"fp32": found["keep"]}}
     code, _, err = trtforge("build", spec(tmp_path, parity=bounds, precision=keep))
+    assert (code, "min_share asks for 50.0%" in err) == (3, True), err
+    code, _, err = trtforge("build", spec(tmp_path, parity=bounds, precision=keep | {"min_share": 0}))
     assert code == 0, err
 
 
