@@ -15,7 +15,7 @@ from trtforge.errors import CalibrationError, GraphError, SeveralErrors, TrtForg
 from trtforge.graph.ingest import ingest
 from trtforge.graph.qdq_lint import findings
 from trtforge.precision.emulate import emulated
-from trtforge.precision.lower import lower
+from trtforge.precision.lower import check, lower
 from trtforge.precision.placement import KeepRules, place
 from trtforge.precision.quantize import lower_int8
 from trtforge.precision.ranges import observe_ranges
@@ -77,6 +77,17 @@ def test_c15_group_normalization_of_opset_18(tmp_path):
     _, parsed = ingested(group_norm(18, 2), tmp_path)
 
     assert "GroupNormalization" in [node.op_type for node in lower(parsed, dtype="float16").model.graph.node]
+
+
+def test_c15_what_follows_a_deprecated_operator_is_checked():
+    model = group_norm(18, 2)
+    model.graph.node[0].output[0] = "a"
+    model.graph.node.append(onnx.helper.make_node("NoSuchOp", ["a"], ["y"]))
+
+    with pytest.raises(TrtForgeError) as caught:
+        check(model)
+
+    assert "NoSuchOp" in caught.value.problems[0].detail[0]
 
 
 def test_c22_every_decision_has_a_node_of_its_own(tmp_path):

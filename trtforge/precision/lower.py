@@ -19,10 +19,12 @@ from trtforge.precision.network import (
     Network,
     Unit,
     Value,
+    all_graphs,
     attribute,
     is_large,
     network_of,
     skeleton,
+    standard_opset,
     without_functions,
 )
 from trtforge.precision.opsets import raise_for_bfloat16
@@ -32,6 +34,8 @@ from trtforge.types import Range
 
 _LARGE_TABLE = 1 << 16
 """A constant of more elements is halved even if that takes a cast, such as the words of an embedding."""
+
+_UNCHECKED = "deprecated"
 
 _TURNS = 8
 """A cast inside a loop counts as this many: more than those outside that would replace it, in most graphs."""
@@ -379,12 +383,7 @@ def check(model: ModelProto) -> None:
     """
     sound = skeleton(model, weights_as_inputs=True)
     try:
-        try:
-            onnx.checker.check_model(sound)
-        except onnx.checker.ValidationError as error:
-            # It refuses GroupNormalization-18, which was deprecated in the version that brought it; TensorRT builds it.
-            if "is deprecated in domain_version" not in str(error):
-                raise
+        onnx.checker.check_model(_without_deprecated(sound))
         onnx.shape_inference.infer_shapes(sound, check_type=True, strict_mode=False)
     except Exception as error:
         raise TrtForgeError(
@@ -392,3 +391,23 @@ def check(model: ModelProto) -> None:
             detail=[" ".join(str(error).split())],
             next_step="report this as a bug of trtforge, with the model or the operators that the message names",
         ) from error
+
+
+def _without_deprecated(model: ModelProto) -> ModelProto:
+    """A copy in which deprecated operators are of a domain that ONNX's checker does not know, so that it passes over them.
+
+    It refuses GroupNormalization-18, which was deprecated in the version that brought it; TensorRT builds it.
+    """
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    opset = standard_opset(copy)
+    for graph in all_graphs(copy.graph):
+        for node in graph.node:
+            if not node.domain and onnx.defs.has(node.op_type, opset) and _is_deprecated(node.op_type, opset):
+                node.domain = _UNCHECKED
+    copy.opset_import.append(helper.make_opsetid(_UNCHECKED, 1))
+    return copy
+
+
+def _is_deprecated(operator: str, opset: int) -> bool:
+    return bool(onnx.defs.get_schema(operator, opset).deprecated)
