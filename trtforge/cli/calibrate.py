@@ -43,7 +43,7 @@ def calibrate(
         write_table(table, output)
         written.append(output)
     if write_trt_cache:
-        algorithm: trt_cache.Algorithm = "MinMaxCalibration" if table.method == "minmax" else "EntropyCalibration2"
+        algorithm = trt_cache.algorithm_of(table.method)
         trt_cache.write_trt_cache(write_trt_cache, table.amax, tensorrt_version=tensorrt, algorithm=algorithm)
         written.append(write_trt_cache)
     compared = tuple(core.compared(table, read_trt_cache)) if read_trt_cache else ()
