@@ -84,6 +84,7 @@ class Evidence:
     parity: tuple[released.ParityRecord, ...]
     accuracy: released.AccuracyRecord | released.NotRun
     calibration_digest: str | None
+    calibration: released.CalibrationRecord | None
 
 
 def make_manifest(
@@ -115,6 +116,7 @@ def make_manifest(
             ),
         ),
         calibration_digest=evidence.calibration_digest,
+        calibration=evidence.calibration,
         stages=tuple(
             released.StageRecord(
                 name=stage.name, key=stage.key, seconds=round(stage.seconds, 3), notes=(stage.verdict, *stage.notes)

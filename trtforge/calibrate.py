@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 
 from trtforge.calibration.observe import observe
-from trtforge.calibration.table import CalibrationTable, PlainValue, make_table, read_table, stale_reasons
+from trtforge.calibration.table import CalibrationTable, PlainValue, make_table
 from trtforge.calibration.trt_cache import missing_tensors, read_trt_cache
 from trtforge.errors import CalibrationError, shown_path
 from trtforge.events import Event
@@ -163,25 +163,8 @@ def _images(calibration: Calibration) -> dict[str, PlainValue]:
     return asdict(calibration.images) if calibration.images else {}
 
 
-def named_table(spec_file: SpecFile, graph: Graph) -> Calibrated:
-    """The table that a spec names.
-
-    Raises:
-        StoreError, CalibrationError: it cannot be read, or was made for another model.
-    """
-    calibration = spec_file.spec.calibration
-    assert calibration is not None  # noqa: S101 - the caller looked
-    assert calibration.table is not None  # noqa: S101
-    table = read_table(calibration.table)
-    reasons = stale_reasons(table, graph_digest=graph.digest)
-    if reasons:
-        raise CalibrationError(
-            f"{shown_path(calibration.table)} is stale: {reasons[0]}",
-            where=spec_file.where("calibration", "table"),
-            detail=reasons[1:],
-            next_step="calibrate again: write calibration: {data: ...}, then trtforge calibrate SPEC --output "
-            f"{shown_path(calibration.table)}",
-        )
+def of_table(table: CalibrationTable) -> Calibrated:
+    """What a table tells of ranges, which are those of its own tensors."""
     ranges = {
         tensor.name: Range(tensor.low, tensor.high, max(abs(tensor.low), abs(tensor.high)), finite=True)
         for tensor in table.tensors

@@ -46,6 +46,7 @@ from trtforge.plain import from_plain, to_plain
 from trtforge.release.manifest import (
     MANIFEST_NAME,
     AccuracyRecord,
+    CalibrationRecord,
     ExportRecord,
     HostRecord,
     LoweringDecision,
@@ -104,6 +105,7 @@ class Plan:
         check_key: of the profile check.
         max_opset: the highest that every target reads.
         calibrate_key: of the calibration; None where the spec names no data.
+        table: the calibration table that the spec names, if it names one.
         lower_key: of the lowering; None where the graph is built in the types that it has.
         exported: the export of this run; None where the spec names an ONNX file, or nothing may run.
         warnings: what is allowed and worth knowing.
@@ -116,6 +118,7 @@ class Plan:
     check_key: StageKey
     max_opset: int
     calibrate_key: StageKey | None
+    table: CalibrationTable | None
     lower_key: StageKey | None
     exported: Exported | None
     warnings: tuple[Problem, ...]
@@ -216,6 +219,7 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     plugins = plugin_digests(spec_file, run.memo.digest).values()
     plugins_input = {f"plugin {number}": digest for number, digest in enumerate(plugins)}
     scales_input = _calibration_input(spec_file, calibrate_key, run) if _is_implicit(spec_file) else {}
+    table = _named_table(spec_file, graph)
     units: list[PlannedUnit] = []
     for index, target in enumerate(spec.targets):
         backend_reason = _missing_reason(spec_file, index, target, facts)
@@ -240,6 +244,7 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
         check_key,
         max_opset,
         calibrate_key,
+        table,
         lower_key,
         exported,
         tuple(noted),
@@ -686,6 +691,14 @@ def _calibration_input(spec_file: SpecFile, calibrate_key: StageKey | None, run:
     return {"calibration": digest}
 
 
+def _named_table(spec_file: SpecFile, graph: Graph) -> CalibrationTable | None:
+    if spec_file.spec.calibration is None or spec_file.spec.calibration.table is None:
+        return None
+    from trtforge.calibration.named import named_table  # noqa: PLC0415 - loads numpy
+
+    return named_table(spec_file, graph.digest)
+
+
 def calibration_table(spec_path: Path, run: Run) -> CalibrationTable:
     """The table of a spec's calibration, from the store where model and data are known there.
 
@@ -710,8 +723,9 @@ def calibrated_of(plan: Plan, run: Run) -> Calibrated | None:
         return None
     from trtforge import calibrate  # noqa: PLC0415 - loads numpy and onnx
 
-    if plan.calibrate_key is None:
-        return calibrate.named_table(plan.spec_file, plan.graph)
+    if plan.table is not None:
+        return calibrate.of_table(plan.table)
+    assert plan.calibrate_key is not None  # noqa: S101 - calibration without a table has data
 
     def compute() -> tuple[Any, dict[str, Path]]:
         with _unchanged_model(plan, run):
@@ -787,12 +801,14 @@ def _prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph,
         )
     )
     accuracy = _accuracy(plan, graph, run)
-    digest = None
-    if calibrated:
-        from trtforge.calibration.table import tensors_digest  # noqa: PLC0415 - loads numpy
-
-        digest = tensors_digest(calibrated.table)
-    evidence = Evidence(checks, _export_record(spec_file, exported), decisions, tuple(records), accuracy, digest)
+    evidence = Evidence(
+        checks,
+        _export_record(spec_file, exported),
+        decisions,
+        tuple(records),
+        accuracy,
+        *(_calibration_record(calibrated.table) if calibrated else (None, None)),
+    )
     return graph, evidence, calibrated.table if calibrated and _is_implicit(spec_file) else None
 
 
@@ -981,6 +997,20 @@ def _export_record(spec_file: SpecFile, exported: Exported | None) -> ExportReco
     return ExportRecord(
         callable=torch.callable, torch=report.torch_version, exporter=report.exporter, notes=report.notes
     )
+
+
+def _calibration_record(table: CalibrationTable) -> tuple[str, CalibrationRecord]:
+    """Digest of the ranges, and what they come from."""
+    from trtforge.calibration.table import tensors_digest  # noqa: PLC0415 - loads numpy
+
+    record = CalibrationRecord(
+        method=table.method,
+        num_samples=table.num_samples,
+        num_tensors=len(table.tensors),
+        data_digest=table.data_digest,
+        notes=table.notes,
+    )
+    return tensors_digest(table), record
 
 
 def _check_profiles(plan: Plan, run: Run) -> tuple[PointCheck, ...]:

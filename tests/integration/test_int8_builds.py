@@ -70,6 +70,56 @@ def test_a_build_calibrates_once_and_a_table_takes_its_place(trtforge):
     assert {verdicts(text)[stage] for stage in ("lower", "build sm86")} == {"cached"}
 
 
+def test_the_manifest_states_the_calibration(trtforge):
+    trtforge("calibrate", "--output", "table.json")
+    code, _ = trtforge("build", calibration="{table: table.json}")
+    assert code == 0
+    table = json.loads(Path("table.json").read_text())
+
+    manifest = json.loads(Path("dist/manifest.json").read_text())
+
+    assert manifest["calibration_digest"] == table["tensors_digest"]
+    kept = {key: table[key] for key in ("method", "num_samples", "data_digest", "notes")}
+    assert manifest["calibration"] == {**kept, "num_tensors": len(table["tensors"])}
+
+
+def test_decisions_are_listed_for_every_node_once_the_graph_was_lowered(trtforge):
+    code, text = trtforge("plan", "--decisions")
+    assert code != 0
+    assert "trtforge build" in text
+
+    trtforge("build")
+    code, text = trtforge("plan", "--decisions", "--json")
+    assert code == 0
+    rows = json.loads(text[text.index("{") :])["decisions"]
+    model = onnx.load(ROOT / "configs" / "models" / "digits.onnx")
+    assert {node.name for node in model.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")} <= {
+        row[0] for row in rows
+    }
+    assert {"int8", "float16"} <= {row[2] for row in rows}
+    assert all(row[4] for row in rows)
+    assert any(re.fullmatch(r"-?[\d.e+-]+ to -?[\d.e+-]+", row[3]) for row in rows)
+
+    code, text = trtforge("plan", "--decisions")
+    assert code == 0
+    heads, *lines = text[text.index("node ") :].splitlines()
+    column = heads.index("operator")
+    assert [line[column:].split()[0] for line in lines[: len(rows)]] == [row[1] for row in rows]
+
+
+@pytest.mark.parametrize("verb", ["plan", "build"])
+def test_a_table_of_another_model_is_refused_before_anything_runs(trtforge, verb):
+    trtforge("calibrate", "--output", "table.json")
+    table = json.loads(Path("table.json").read_text())
+    Path("table.json").write_text(json.dumps(table | {"graph_digest": "0" * 64}))
+
+    code, text = trtforge(verb, calibration="{table: table.json}")
+
+    assert code == 4
+    assert "table.json is stale: the model changed" in text
+    assert "profile check" not in text
+
+
 def test_an_edited_table_is_taken_and_lowers_anew(trtforge):
     trtforge("calibrate", "--output", "table.json")
     trtforge("build", calibration="{table: table.json}")

@@ -163,6 +163,36 @@ def test_a_wrong_value_is_named(table, tmp_path, edit, words):
 
 
 @pytest.mark.parametrize(
+    ("edit", "summary"),
+    [
+        (lambda d: d.pop("method"), "method is missing"),
+        (lambda d: d.update(surprise=1), "surprise is no key of a calibration table"),
+        (lambda d: d.update(method="best"), "'minmax', 'percentile', 'entropy' or 'mse'"),
+        (lambda d: d.update(percentile=3.0), "percentile: found 3.0, expected more than 50"),
+        (lambda d: d.update(percentile="9"), "percentile: found '9', expected a number"),
+        (lambda d: d.update(notes={}), "notes: found {}, expected a list"),
+        (lambda d: d.update(data_digest="x"), "data_digest: found 'x', expected a SHA-256 in 64 hexadecimal digits"),
+        (lambda d: d["tensors"][0].update(amax=-1.0), "tensors[0].amax: found -1.0, expected a number above 0"),
+        (lambda d: d["tensors"][0].update(amax=1e39), "tensors[0].amax: found 1e+39, expected 3.4e+38 or less"),
+        (lambda d: d["tensors"][0].update(saturated=2.0), "tensors[0].saturated: found 2.0, expected 1 or less"),
+        (lambda d: d["tensors"][0].update(num_zeros=1.5), "tensors[0].num_zeros: found 1.5, expected a whole number"),
+        (lambda d: d["tensors"][0].update(name=""), "tensors[0].name: found '', expected a name"),
+    ],
+)
+def test_a_wrong_value_is_told_in_plain_words(table, tmp_path, edit, summary):
+    path = tmp_path / "t.json"
+    write_table(table, path)
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+
+    with pytest.raises(TrtForgeError) as caught:
+        read_table(path)
+
+    assert caught.value.problems[0].summary.endswith(summary)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ('{"version": 1, "version": 1}', "twice"),

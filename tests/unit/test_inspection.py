@@ -88,6 +88,13 @@ def test_types_in_words(text, element_type):
     assert engine_layers(json.dumps({"Layers": [layer]}))[0].outputs == {"t": element_type}
 
 
+def test_control_characters_stand_in_the_text_as_they_are():
+    """As TensorRT 8.6 writes them between the nodes of a layer."""
+    text = '{"Layers": [{"Name": "a + b", "Metadata": "[ONNX Layer: a]\x1e[ONNX Layer: b]"}]}'
+
+    assert engine_layers(text)[0].nodes == ("a", "b")
+
+
 def test_names_only():
     (layer,) = engine_layers('{"Layers": ["conv1 + relu1"], "Bindings": ["x"]}')
 

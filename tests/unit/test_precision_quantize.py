@@ -287,6 +287,10 @@ def test_c44_tiny_weights_keep_their_bias_and_fp32_scales():
     [
         "q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z)",
         "y = com.microsoft.QLinearAdd(x, s, z, x, s, z, s, z)",
+        "q = QuantizeLinear(x, s, z) y = Cast<to = 1>(q)",
+        "q = com.microsoft.QuantizeLinear(x, s, z) y = Cast<to = 1>(q)",
+        "y = com.microsoft.QAttention(x, s)",
+        "y = com.microsoft.MatMulIntegerToFloat(x, x, s, s)",
         "i, p, o = DynamicQuantizeLinear(x) y = Cast<to = 1>(i)",
     ],
 )

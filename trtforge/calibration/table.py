@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 import trtforge
 from trtforge.calibration.histogram import Histogram
-from trtforge.calibration.observe import Observations
 from trtforge.calibration.thresholds import (
     METHODS,
     SMALLEST_AMAX,
@@ -32,6 +31,9 @@ from trtforge.errors import CalibrationError, Problem, StoreError, Where, raise_
 from trtforge.files import write_text
 from trtforge.types import Graph, Profile, Shape
 
+if TYPE_CHECKING:
+    from trtforge.calibration.observe import Observations
+
 MAX_TABLE_BYTES = 64 << 20
 """A table with ten thousand tensors is below 8 MiB."""
 
@@ -39,6 +41,25 @@ _MAX_PROBLEMS = 20
 _MOST_NAMED = 3
 _CALIBRATE = "trtforge calibrate SPEC --output {}"
 _STRICT = with_config(ConfigDict(extra="forbid", allow_inf_nan=False, strict=True))
+
+_EXPECTED = {
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "int_type": "a whole number",
+    "less_than": "less than {lt:.3g}",
+    "less_than_equal": "{le:.3g} or less",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "a SHA-256 in 64 hexadecimal digits",
+    "string_too_long": "{max_length} characters at most",
+    "string_too_short": "a name",
+    "string_type": "text",
+    "too_long": "{max_length} entries at most",
+    "tuple_type": "a list",
+}
+"""Kind of pydantic's error -> what was expected, filled with the limits that it names."""
 
 Asked = Literal["auto", "minmax", "percentile", "entropy", "mse"]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -395,12 +416,21 @@ def _problems_of(error: ValidationError, path: Path) -> Iterator[Problem]:
     next_step = _CALIBRATE.format(path)
     for detail in details[:_MAX_PROBLEMS]:
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"]).lstrip(".")
-        summary = f"{keys or 'the table'}: found {detail['input']!r:.80}: {detail['msg'].lower()}"
+        summary = f"{keys or 'the table'}: found {detail['input']!r:.80}, expected {_expected(detail)}"
         if detail["type"] == "missing":
             summary = f"{keys} is missing"
-        elif detail["type"] == "greater_than_equal" and detail["ctx"]["ge"] == SMALLEST_AMAX:
-            summary = f"{keys}: found {detail['input']!r:.80}, expected a number above 0"
+        elif detail["type"] == "unexpected_keyword_argument":
+            summary = f"{keys} is no key of a calibration table"
         yield Problem(summary, next_step, Where(path), exit_code=CalibrationError.exit_code)
     if len(details) > _MAX_PROBLEMS:
         summary = f"and {len(details) - _MAX_PROBLEMS} more problems"
         yield Problem(summary, next_step, Where(path), exit_code=CalibrationError.exit_code)
+
+
+def _expected(detail: Any) -> str:
+    """What pydantic expected, in a few words."""
+    context = detail.get("ctx", {})
+    if context.get("ge") == SMALLEST_AMAX:
+        return "a number above 0"
+    words = _EXPECTED.get(detail["type"])
+    return words.format(**context) if words else detail["msg"].removeprefix("Input should be ")

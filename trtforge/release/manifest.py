@@ -303,6 +303,21 @@ class AccuracyRecord:
 
 @_STRICT
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRecord:
+    """What the ranges of a calibrated build come from."""
+
+    method: Literal["auto", "minmax", "percentile", "entropy", "mse"]
+    """As asked for."""
+    num_samples: Count
+    """Rows, not batches."""
+    num_tensors: Count
+    """With a range."""
+    data_digest: Digest
+    notes: tuple[str, ...]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRecord:
     """How the ONNX file came from PyTorch."""
 
@@ -351,6 +366,9 @@ class Manifest:
     spec: SpecRecord
     model: ModelRecord
     calibration_digest: Digest | None
+    """Of the calibrated ranges; null where nothing was calibrated."""
+    calibration: CalibrationRecord | None = None
+    """Null where nothing was calibrated."""
     stages: tuple[StageRecord, ...]
     """Of the newest build, in order."""
     hosts: dict[Digest, HostRecord]
