@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping
 
 from trtforge.types import Profile, Shape, ShapeRange
 
+DISTANCE_DIGITS = 9
+"""So that equal distances, summed in another order, stay equal."""
+
 
 def profile_for(shapes: Mapping[str, Shape], profiles: Iterable[Profile]) -> Profile | None:
     """The profile that a request of these shapes runs in, None where no profile allows them.
 
     Of several, the one whose `max` holds the fewest elements over all inputs, since its kernels are tuned for the
-    narrowest range; then the one whose `opt` is nearest, by the sum of |log(size / opt size)| over all axes; then the
-    first.
+    narrowest range; then the one whose `opt` is nearest, by the sum of |log(size / opt size)| over all axes, to
+    `DISTANCE_DIGITS` decimals; then the first.
 
     Args:
         shapes: input name -> shape; inputs left out do not decide.
@@ -39,8 +42,9 @@ def _volume(profile: Profile) -> int:
 
 
 def _distance(profile: Profile, shapes: Mapping[str, Shape]) -> float:
-    return sum(
+    distance = sum(
         abs(math.log(max(size, 1) / max(best, 1)))
         for name, shape in shapes.items()
         for size, best in zip(shape, profile.shapes[name].opt, strict=True)
     )
+    return round(distance, DISTANCE_DIGITS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtforge.errors import CoverageError, Where
+from trtforge.profile_choice import DISTANCE_DIGITS
 from trtforge.traffic.choose import Box
 from trtforge.traffic.histogram import Ints, Misfit, Traffic
 from trtforge.traffic.layout import Layout
@@ -105,8 +106,8 @@ def assignment(sizes: Ints, boxes: Sequence[Box], layout: Layout) -> Ints:
     highs = np.array([box.max for box in boxes]).reshape(len(boxes), len(layout.names))
     best = np.full((len(sizes), 2), np.inf)
     for place, (box, volume) in enumerate(zip(boxes, volumes(highs, layout), strict=True)):
-        distance = np.abs(np.log(sizes / box.opt)) @ repeats
-        nearer = (volume < best[:, 0]) | ((volume == best[:, 0]) & (distance < best[:, 1] - 1e-12))
+        distance = np.round(np.abs(np.log(sizes / box.opt)) @ repeats, DISTANCE_DIGITS)
+        nearer = (volume < best[:, 0]) | ((volume == best[:, 0]) & (distance < best[:, 1]))
         takes = ((box.min <= sizes) & (sizes <= box.max)).all(axis=1) & nearer
         found[takes] = place
         best[takes, 0], best[takes, 1] = volume, distance[takes]
