@@ -9,6 +9,7 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from trtforge.errors import GraphError, TrtForgeError
 from trtforge.precision.audit import audit, share
@@ -160,8 +161,10 @@ def test_residual_inputs(nodes, expected):
         ("g (float[N,32] x) => (float[N,4] y) { [c] y = MatMul(x, narrow) }", "its weights of 32 x 4 are narrower than 16"),
         ("g (float[N,32] x) => (float[N] y) { [c] y = MatMul(x, vector) }", "its weights are no matrix"),
         ("g (float[32,32] x) => (float[32,32] y) { [c] y = MatMul(w, x) }", "its weights are the first operand"),
-        ("g (float[N,3,8,8] x) => (float[N,32,8,8] y) { [c] y = Conv(x, rgb) }",
-         "its 3 channels to 32 are narrower than 16"),
+        ("g (float[N,32,8,8] x) => (float[N,3,8,8] y) { [c] y = Conv(x, rgb) }",
+         "its 32 channels to 3 are narrower than 16"),
+        ("g (float[N,24,8,8] x) => (float[N,24,8,8] y) { [c] y = Conv<group = 2>(x, halves) }",
+         "its 12 channels to 12 are narrower than 16"),
         ("g (float[N,32,8,8] x) => (float[N,32,6,6] y) { [c] y = Conv<group = 32>(x, deep) }", "depthwise: "),
         ("g (float[N,16,8,8] x) => (float[N,32,8,8] y) { [c] y = Conv(x, few) }", "it adds up 16 products, fewer than 32"),
         ("g (float[N,20] x) => (float[N,32] y) { [c] y = Gemm<transB = 1>(x, short) }",
@@ -175,7 +178,8 @@ def test_residual_inputs(nodes, expected):
 )  # fmt: skip
 def test_what_is_not_quantized(text, reason):
     found = placed(
-        text, w=weights(32, 32), narrow=weights(32, 4), vector=weights(32), rgb=weights(32, 3, 1, 1),
+        text, w=weights(32, 32), narrow=weights(32, 4), vector=weights(32), rgb=weights(3, 32, 1, 1),
+        halves=weights(24, 12, 3, 3),
         deep=weights(32, 1, 3, 3), dot=weights(32, 32, 1, 1), few=weights(32, 16, 1, 1), short=weights(32, 20),
     )  # fmt: skip
 
@@ -196,7 +200,7 @@ def test_an_embedding_a_bias_and_outputs_stay_as_they_are():
     assert giver(result, "y").op_type == "MatMul"
 
 
-def test_average_pooling_only_between_quantized_tensors():
+def test_average_pooling_only_between_quantized_layers():
     text = """g (float[N,32,8,8] x) => (float[N,32,4,4] y, float[N,32,4,4] z) { [c] a = Conv(x, w) [d] s = Conv(a, w)
       [p] b = AveragePool<kernel_shape = [2,2], strides = [2,2]>(a) [e] y = Conv(b, w)
       [q] z = AveragePool<kernel_shape = [2,2], strides = [2,2]>(s) }"""
@@ -204,7 +208,28 @@ def test_average_pooling_only_between_quantized_tensors():
 
     assert layers(found)["p"] == {0: "a"}
     assert found.groups == ()  # an average is another range
-    assert found.reasons == {"q": "it does not stand between quantized tensors"}
+    assert found.reasons == {"q": "it does not stand between quantized layers"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("r = Relu(a) [p] g = GlobalAveragePool(r) f = Flatten(g) y = Gemm(f, v)", {0: "r"}),
+        ("[p] g = GlobalAveragePool(a) f = Flatten(g) h = Relu(f) y = Gemm(h, v)", None),
+        ("r = Sigmoid(a) [p] g = GlobalAveragePool(r) f = Flatten(g) y = Gemm(f, v)", None),
+        ("[p] g = GlobalAveragePool(a) f = Flatten(g) h = Gemm(f, v) s = Add(a, a) y = Identity(h)", None),
+    ],
+)
+def test_average_pooling_after_a_layer_and_before_one(nodes, expected):
+    text = f"g (float[N,32,8,8] x) => (float[N,32] y) {{ [c] a = Conv(x, w) {nodes} }}"
+
+    assert layers(placed(text, w=weights(32, 32, 1, 1), v=weights(32, 32))).get("p") == expected
+
+
+def test_a_first_convolution_with_a_wide_kernel():
+    text = "g (float[N,3,32,32] x) => (float[N,64,26,26] y) { [c] y = Conv(x, w) }"
+
+    assert layers(placed(text, w=weights(64, 3, 7, 7))) == {"c": {0: "x"}}
 
 
 def test_max_pooling_shares_a_scale_without_nodes_of_its_own():
@@ -216,19 +241,39 @@ def test_max_pooling_shares_a_scale_without_nodes_of_its_own():
     assert found.groups == (("x", "b"),)
 
 
-def test_shared_weights_have_the_axis_of_each_reader():
+@pytest.mark.parametrize(("max_opset", "num_int8", "num_float"), [(22, 2, 0), (17, 0, 1)])
+def test_shared_weights_have_the_axis_of_each_reader(max_opset, num_int8, num_float):
     text = """g (float[N,32] x) => (float[N,32] y, float[N,32] z, float[N,32] v) { [m] y = MatMul(x, w)
       [n] z = Gemm<transB = 1>(x, w) [o] v = MatMul(x, w) }"""
     w = weights(32, 32)
     model = parse(text, w=w)
-    result = lower_int8(model, place(model), {"x": 1.0}, rest="float32", max_opset=17).model
+    result = lower_int8(model, place(model), {"x": 1.0}, rest="float32", max_opset=max_opset).model
 
     np.testing.assert_allclose(scales_of(result, "m", 1)[0], np.abs(w).max(0) / 127, rtol=1e-6)
     np.testing.assert_allclose(scales_of(result, "n", 1)[0], np.abs(w).max(1) / 127, rtol=1e-6)
-    integers = [tensor for tensor in result.graph.initializer if tensor.data_type == INT8 and len(tensor.dims) == 2]
-    assert len(integers) == 2
+    matrices = [tensor.data_type for tensor in result.graph.initializer if len(tensor.dims) == 2]
+    assert sorted(matrices) == [F32] * num_float + [INT8] * num_int8
     readers = [node.output[0] for node in result.graph.node if node.op_type == "DequantizeLinear"]
     assert len(readers) == 6  # one for each operand of each node
+
+
+def test_weights_of_matrices_are_quantized_in_the_graph_for_tensorrt_8():
+    text = """g (float[N,32] x) => (float[N,32] y, float[N,32] z) { [m] a = MatMul(x, w) [n] y = Gemm(a, v)
+      r = ReduceSum(w, axes) z = Add(a, r) }"""
+    # The reference evaluator knows DequantizeLinear from opset 19 on.
+    model = parse(text, opset=19, w=weights(32, 32), v=weights(32, 32), axes=np.array([0], np.int64))
+    amax = {"x": 3.0, "a": 30.0}
+    older, newer = (lower_int8(model, place(model), amax, rest="float32", max_opset=opset).model for opset in (17, 22))
+
+    writers = {node.output[0]: node for node in older.graph.node}
+    for name in "mn":
+        (layer,) = (node for node in older.graph.node if node.name == name)
+        quantizer = writers[writers[layer.input[1]].input[0]]
+        assert (quantizer.op_type, quantizer.input[0]) == ("QuantizeLinear", {"m": "w", "n": "v"}[name])
+    assert onnx.checker.check_model(older, full_check=True) is None
+    feeds = {"x": np.random.default_rng(0).standard_normal((64, 32), np.float32)}
+    for one, other in zip(*(ReferenceEvaluator(model).run(None, feeds) for model in (older, newer)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_weights_that_something_else_reads_stay():

@@ -29,6 +29,8 @@ _FIRST_WITH_LOW_SCALES = 19
 
 _ZERO = "int8_zero"
 
+_MATRIX = frozenset({"Gemm", "MatMul"})
+
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
@@ -168,7 +170,7 @@ def quantize(
     opened = without_functions(model)
     weights = [tensor for tensor in model.graph.initializer if is_large(tensor)]
     notes = _raise(opened, weights, _FIRST_WITH_LOW_SCALES if lowers_rest(rest, max_opset) else _FIRST_WITH_AXIS)
-    writer = _Writer(opened, weights, rest, weights_dir)
+    writer = _Writer(opened, weights, rest, weights_dir, keeps_matrices=max_opset < _FIRST_WITH_LOW_SCALES)
     scales = _scales(placement, amax, rest)
     decisions = tuple(writer.quantize(node, scales) for node in placement.nodes)
     writer.finish()
@@ -212,7 +214,7 @@ def _scales(placement: Placement, amax: Mapping[str, float], rest: Type) -> dict
 
 @dataclass(slots=True)
 class _Written:
-    """INT8 weights in the graph, and their scales."""
+    """Names of weights in INT8 and of their scales."""
 
     values: str
     scales: str
@@ -221,9 +223,17 @@ class _Written:
 
 
 class _Writer:
-    """Quantizes nodes of the main graph in place."""
+    """Quantizes nodes of the main graph in place.
 
-    def __init__(self, model: ModelProto, large: list[TensorProto], rest: Type, folder: Path | None) -> None:
+    Attributes:
+        keeps_matrices: whether weights of MatMul and Gemm stay FP32 before a QuantizeLinear. TensorRT 8.6 ends in an
+            internal error on INT8 ones ("convertMyelinWeightsToFp32 ... weights.type() != DataType::kINT8").
+    """
+
+    def __init__(
+        self, model: ModelProto, large: list[TensorProto], rest: Type, folder: Path | None, *, keeps_matrices: bool
+    ) -> None:
+        self.keeps_matrices = keeps_matrices
         self.graph: GraphProto = model.graph
         self.large = large
         self.rest: Type = rest
@@ -254,7 +264,7 @@ class _Writer:
             self.ranges[copy] = _up_to(scales[tensor] * (LEVELS + 1))
             told.append(f"'{tensor}' at scale {scales[tensor]:.3g}")
         if chosen.weights:
-            weights = self._weights(chosen.weights.name, chosen.weights.axis, chosen.node)
+            weights = self._weights(chosen.weights.name, chosen.weights.axis, node)
             position, axis = chosen.weights.position, chosen.weights.axis
             copy = self._dequantize(node, position, [weights.values, weights.scales, weights.zeros], axis=axis)
             self.ranges[copy] = _up_to(weights.found.absmax)
@@ -268,8 +278,10 @@ class _Writer:
             nodes += (*self.before[node.name], node)
             nodes += (added for name in node.output for added in self.after[name])
         replaced = {name for name, _ in self.written}
-        read = Counter(name for graph in all_graphs(self.graph) for node in graph.node for name in node.input)
-        read.update(info.name for graph in all_graphs(self.graph) for info in graph.output)
+        main, *inner = all_graphs(self.graph)
+        read = Counter(name for node in nodes for name in node.input)
+        read.update(name for graph in inner for node in graph.node for name in node.input)
+        read.update(info.name for graph in (main, *inner) for info in graph.output)
         unread = {name for name in replaced if not read[name]}
         del self.graph.node[:]
         self.graph.node.extend(node for node in nodes if unread.isdisjoint(node.output))
@@ -302,25 +314,36 @@ class _Writer:
         node.input[position] = copy
         return copy
 
-    def _weights(self, name: str, axis: int, reader: str) -> _Written:
+    def _weights(self, name: str, axis: int, reader: NodeProto) -> _Written:
         if (name, axis) not in self.written:
             found = int8_weights(self.constants[name], axis, self.rest, self.folder)
             if found is None:
                 raise GraphError(
-                    f"the weights '{name}' of '{reader}' hold values that are not finite",
+                    f"the weights '{name}' of '{reader.name}' hold values that are not finite",
                     next_step="export the model again from a checkpoint without NaN and infinity",
                 )
             if found.num_coarse:
                 self.notes.append(
-                    f"in {found.num_coarse} of {len(found.scales)} channels of '{name}' ('{reader}') a few weights are so much"
-                    " larger than the others that most of these become zero; if accuracy suffers, name the node in keep.rest"
+                    f"in {found.num_coarse} of {len(found.scales)} channels of '{name}' ('{reader.name}') a few weights are so"
+                    " much larger than the others that most of these become zero; if accuracy suffers, name the node in"
+                    " keep.rest"
                 )
-            values = self._initializer(f"{name}_int8", found.values)
             scales = self._initializer(f"{name}_scales", found.scales)
             # TensorRT 8.6's parser crashes on a DequantizeLinear without its third operand.
             zeros = self._initializer(f"{name}_zeros", np.zeros(found.scales.shape, np.int8))
+            if self.keeps_matrices and reader.op_type in _MATRIX:
+                values = self._quantize_in_graph(name, scales, zeros, axis)
+            else:
+                values = self._initializer(f"{name}_int8", found.values)
             self.written[name, axis] = _Written(values, scales, zeros, found)
         return self.written[name, axis]
+
+    def _quantize_in_graph(self, name: str, scales: str, zeros: str, axis: int) -> str:
+        integers = self._fresh(f"{name}_int8")
+        wish = self._fresh(f"{name}/QuantizeLinear")
+        node = helper.make_node("QuantizeLinear", [name, scales, zeros], [integers], name=wish, axis=axis)
+        self.after[name if name in self.produced else None].append(node)
+        return integers
 
     def _initializer(self, wish: str, values: NDArray[Any] | np.generic) -> str:
         name = self._fresh(wish)
