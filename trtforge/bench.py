@@ -1,12 +1,10 @@
-"""What `trtforge bench` does: measures the engines of a bundle on the GPU at hand, and judges the figures."""
+"""Measures the engines of a bundle on the GPU at hand, and judges the figures."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,23 +12,17 @@ import numpy as np
 from trtforge.errors import CommandLineError, PerformanceError, Problem, RegressionError, closest
 from trtforge.events import Event, Report
 from trtforge.profile_choice import profile_for
-from trtforge.runtime.lane import Array
+from trtforge.prometheus import Gauge
 from trtforge.runtime.measure import Spread, Switches, Timings, measure, remarks, spread
-from trtforge.runtime.queue import levels, most_qps, padded_cost, replay
 from trtforge.runtime.regression import Slowdown, slowdown
 from trtforge.runtime.session import EngineSession
-from trtforge.traffic.layout import Layout, layout_of
-from trtforge.traffic.read import read_traffic
-from trtforge.types import Profile, Shape, TensorSpec
+from trtforge.runtime.sizes import at_sizes, layout, opt_sizes, shapes, sizes_text
+from trtforge.types import Profile
 
-_GAUGES = (
-    "trtforge_latency_p50_seconds",
-    "trtforge_latency_p99_seconds",
-    "trtforge_compute_p50_seconds",
-    "trtforge_throughput_queries_per_second",
-)
 _ROUNDS = 15
 _ROUND_SECONDS = 0.3
+_WIDTHS = {"int8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
+"""Bytes of a number, by the type that an engine was asked to compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +32,7 @@ class PointFigures:
     Attributes:
         sizes: symbol -> size; of an axis without a symbol, `input[axis]` -> size.
         opt: the same of the opt shape of the profile that ran.
+        latency, compute, copy_in, copy_out, enqueue, response: see `trtforge.runtime.measure`.
         context_bytes: GPU memory that contexts and tensors take besides the engine, all that were made so far.
     """
 
@@ -51,6 +44,7 @@ class PointFigures:
     copy_in: Spread
     copy_out: Spread
     enqueue: Spread
+    response: Spread
     throughput_qps: float
     num_queries: int
     context_bytes: int
@@ -115,7 +109,7 @@ def bench(
         CommandLineError: a name in `sizes` is no open axis, no combination fits a profile, or `other` has other inputs.
         CapabilityError: the GPU stopped, or has no memory.
     """
-    if other is not None and _layout(other).axes != _layout(session).axes:
+    if other is not None and layout(other.artifact.inputs).axes != layout(session.artifact.inputs).axes:
         raise CommandLineError(
             f"--against: {other.artifact.identifier} has other inputs than {session.artifact.identifier}",
             next_step="name a bundle of the same model",
@@ -123,7 +117,7 @@ def bench(
     points, slowdowns = [], []
     wanted_sizes, outside = _combinations(session, sizes)
     for wanted in outside:
-        report(Event("warning", "bench", f"{_sizes_text(wanted)} lies in no profile, and is left out"))
+        report(Event("warning", "bench", f"{sizes_text(wanted)} lies in no profile, and is left out"))
     for wanted in wanted_sizes:
         report(Event("step", "bench", ", ".join(f"{name}={size}" for name, size in wanted.items())))
         points.append(_point(session, wanted, switches))
@@ -133,112 +127,29 @@ def bench(
         session.artifact.identifier,
         session.gpu.device_name,
         driver,
-        f"{session.artifact.backend} {session.artifact.backend_version}",
+        session.tensorrt,
         session.cuda.name,
         switches,
         session.engine_bytes,
         tuple(points),
         tuple(slowdowns),
-        session.warnings,
+        (*session.warnings, *(_without_gain(session, other, points, slowdowns) if other else ())),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class QueueFigures:
-    """A log of single requests, as a server with one engine and a dynamic batcher would serve it.
-
-    Attributes:
-        log_qps: rate of the log.
-        latency_ms: percentile -> milliseconds from arrival to answer.
-        mean_batch: mean batch size.
-        busy: share of the time that the GPU computes.
-        limit_qps: the rate at which the log's pattern still holds `limit_ms` at p99; None without a limit.
-        num_measured: sizes that the engine was measured at; batches are padded to these.
-    """
-
-    requests: int
-    log_qps: float
-    window_ms: float
-    max_batch: int
-    latency_ms: dict[float, float]
-    mean_batch: float
-    busy: float
-    limit_ms: float | None
-    limit_qps: float | None
-    num_measured: int
-
-
-def serve_log(
-    session: EngineSession,
-    log: Path,
-    switches: Switches,
-    report: Report,
-    *,
-    window_ms: float,
-    max_batch: int,
-    limit_ms: float | None,
-) -> QueueFigures:
-    """Replays a log's arrivals through a queue in front of the engine, with the latencies that the engine has here.
-
-    Args:
-        session: the engine.
-        log: of single requests with time stamps, as `trtforge profile` reads it.
-        switches: how to measure; latencies are medians.
-        report: told what happens.
-        window_ms: how long the first request of a batch waits for others.
-        max_batch: largest batch that is formed.
-        limit_ms: of the p99 for which the highest rate is sought.
-
-    Raises:
-        CommandLineError: the engine has no batch axis, or a batch of the log lies in no profile.
-        SpecError, SeveralErrors: the log cannot be counted.
-    """
-    layout = _layout(session)
-    if layout.batch is None:
-        raise CommandLineError(
-            f"--replay: {session.artifact.identifier} has no open batch axis", next_step="leave --replay out"
-        )
-    traffic = read_traffic(log, layout, with_arrivals=True)
-    if traffic.arrivals is None or not len(traffic.sizes):
-        raise CommandLineError(f"--replay: {log} has no request that the model takes", next_step=f"head {log}")
-    sizes, arrivals = traffic.sizes[traffic.arrivals.shapes], traffic.arrivals.seconds - traffic.arrivals.seconds[0]
-    batch = layout.names.index(layout.batch)
-    steps = levels(sizes, batch, max_batch)
-    grid = np.empty([len(step) for step in steps])
-    for at, wanted in zip(np.ndindex(grid.shape), itertools.product(*steps), strict=True):
-        named = {name: int(size) for name, size in zip(layout.names, wanted, strict=True)}
-        grid[at] = _median_ms(session, named, switches, report)
-    cost = padded_cost(sizes, batch, steps, grid)
-    weights = sizes[:, batch]
-    played = replay(arrivals, weights, cost, window_ms=window_ms, max_batch=max_batch)
-    if np.isinf(played.latency_ms[-1]):
-        raise CommandLineError(
-            "--replay: some batches of the log lie in no profile", next_step=f"--max-batch {max(max_batch // 2, 1)}"
-        )
-    limit_qps = None
-    if limit_ms is not None:
-        limit_qps = most_qps(arrivals, weights, cost, window_ms=window_ms, max_batch=max_batch, limit_ms=limit_ms)
-    return QueueFigures(
-        len(arrivals),
-        len(arrivals) / max(float(arrivals[-1]), 1e-9),
-        window_ms,
-        max_batch,
-        {share: float(np.percentile(played.latency_ms, share)) for share in (50.0, 95.0, 99.0)},
-        float(np.mean(played.batch_sizes)),
-        played.busy,
-        limit_ms,
-        limit_qps,
-        int(np.isfinite(grid).sum()),
-    )
-
-
-def _median_ms(session: EngineSession, sizes: dict[str, int], switches: Switches, report: Report) -> float:
-    """Infinity where no profile allows the sizes."""
-    if profile_for(_shapes(session, sizes), session.profiles) is None:
-        return math.inf
-    report(Event("step", "bench", _sizes_text(sizes)))
-    short = replace(switches, duration_s=_ROUND_SECONDS, warm_up_ms=50.0)
-    return float(np.median(_measured(session, sizes, short)[0].latency))
+def _without_gain(
+    session: EngineSession, other: EngineSession, points: Sequence[PointFigures], slowdowns: Sequence[Slowdown]
+) -> Iterator[str]:
+    """Where a narrower type than that of the other engine was not seen to be faster."""
+    asked, before = (one.artifact.precision.partition("-")[0] for one in (session, other))
+    if _WIDTHS.get(asked, 0) >= _WIDTHS.get(before, 0):
+        return
+    for point, found in zip(points, slowdowns, strict=True):
+        if found.high >= 0:
+            yield (
+                f"{asked} does not pay on {session.gpu.device_name} at {sizes_text(point.sizes)}: {found.ratio:+.1%} "
+                f"({found.low:+.1%} to {found.high:+.1%}) against {before}"
+            )
 
 
 def missed(figures: Figures, gates: Gates) -> tuple[Problem, ...]:
@@ -248,7 +159,7 @@ def missed(figures: Figures, gates: Gates) -> tuple[Problem, ...]:
 
 def _slow_points(figures: Figures, gates: Gates) -> Iterator[Problem]:
     for point in figures.points:
-        place = f"{figures.identifier} at {_sizes_text(point.sizes)}"
+        place = f"{figures.identifier} at {sizes_text(point.sizes)}"
         p99 = point.latency.percentiles[99.0]
         if gates.p99_ms is not None and p99 > gates.p99_ms:
             yield Problem(
@@ -271,7 +182,7 @@ def _regressions(figures: Figures, gates: Gates) -> Iterator[Problem]:
     for point, found in zip(figures.points, figures.slowdowns, strict=True):
         if found.exceeds(gates.max_regression):
             yield Problem(
-                f"{figures.identifier} at {_sizes_text(point.sizes)} is {found.ratio:.1%} slower than the other engine "
+                f"{figures.identifier} at {sizes_text(point.sizes)} is {found.ratio:.1%} slower than the other engine "
                 f"(at least {found.low:.1%}), and max_regression allows {gates.max_regression:.1%}",
                 "build again; a timing-driven build may choose other kernels",
                 exit_code=RegressionError.exit_code,
@@ -295,33 +206,16 @@ def latency_grid(figures: Figures) -> dict[str, Any]:
     }
 
 
-def prometheus(figures: Figures) -> str:
-    """The figures in Prometheus' text format, for the node exporter's textfile collector."""
-    lines = []
-    for name in _GAUGES:
-        lines.append(f"# TYPE {name} gauge")
-        for point in figures.points:
-            labels = {"engine": figures.identifier, "gpu": figures.gpu, "profile": point.profile}
-            labels |= {"sizes": _sizes_text(point.sizes)}
-            text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
-            lines.append(f"{name}{{{text}}} {_gauge(name, point):.9g}")
-    return "\n".join(lines) + "\n"
-
-
-def _gauge(name: str, point: PointFigures) -> float:
-    if name == "trtforge_throughput_queries_per_second":
-        return point.throughput_qps
-    kind = point.compute if "compute" in name else point.latency
-    return kind.percentiles[99.0 if "p99" in name else 50.0] / 1000
-
-
-def _escaped(label: str) -> str:
-    """Source: Prometheus, exposition formats, text format."""
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _sizes_text(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in sizes.items()) or "its only size"
+def gauges(figures: Figures) -> Iterator[Gauge]:
+    """The figures for Prometheus."""
+    for point in figures.points:
+        labels = {"engine": figures.identifier, "gpu": figures.gpu, "profile": point.profile}
+        labels |= {"sizes": sizes_text(point.sizes)}
+        for kind in ("latency", "compute", "response"):
+            times: Spread = getattr(point, kind)
+            for share in (50, 99):
+                yield Gauge(f"trtforge_{kind}_p{share}_seconds", labels, times.percentiles[share] / 1000)
+        yield Gauge("trtforge_throughput_queries_per_second", labels, point.throughput_qps)
 
 
 def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) -> PointFigures:
@@ -329,12 +223,13 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
     return PointFigures(
         sizes,
         profile.name,
-        _opt_sizes(_layout(session), profile),
+        opt_sizes(layout(session.artifact.inputs), profile),
         spread(timings.latency),
         spread(timings.compute),
         spread(timings.copy_in),
         spread(timings.copy_out),
         spread(timings.enqueue),
+        spread(timings.response),
         timings.throughput_qps,
         len(timings.compute),
         session.run_bytes,
@@ -345,11 +240,7 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
 def _measured(
     session: EngineSession, sizes: Mapping[str, int], switches: Switches
 ) -> tuple[Timings, Profile, tuple[str, ...]]:
-    feeds = _feeds(session, sizes)
-    profile = session.profile(feeds)
-    for name, values in profile.values.items():
-        dtype = feeds[name].dtype
-        feeds[name] = np.array(values.opt, dtype).reshape(feeds[name].shape)
+    profile, feeds = at_sizes(session, sizes)
     lanes = [session.lane(profile, number) for number in range(switches.streams)]
     timings = measure(lanes, session.cuda, feeds, switches)
     notes = tuple(
@@ -376,8 +267,8 @@ def _combinations(
     session: EngineSession, sizes: Mapping[str, Sequence[int]]
 ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """The sizes to measure at, and those that lie in no profile."""
-    layout = _layout(session)
-    known = layout.names
+    axes = layout(session.artifact.inputs)
+    known = axes.names
     for name in sizes:
         if name not in known:
             meant = closest(name, known)
@@ -385,12 +276,12 @@ def _combinations(
                 f"--shapes: '{name}' is no open axis of {session.artifact.identifier}",
                 next_step=f"write {meant}=..." if meant else f"name one of: {', '.join(known) or 'none, it is static'}",
             )
-    opts = [_opt_sizes(layout, profile) for profile in session.profiles]
+    opts = [opt_sizes(axes, profile) for profile in session.profiles]
     if not sizes:
         return list({tuple(opt.items()): opt for opt in opts}.values()), []
     rest = {name: size for name, size in opts[0].items() if name not in sizes}
     asked = [dict(zip(sizes, values, strict=True)) | rest for values in itertools.product(*sizes.values())]
-    fitting = [entry for entry in asked if profile_for(_shapes(session, entry), session.profiles)]
+    fitting = [entry for entry in asked if profile_for(shapes(session.artifact.inputs, entry), session.profiles)]
     outside = [entry for entry in asked if entry not in fitting]
     if not fitting:
         raise CommandLineError(
@@ -398,36 +289,6 @@ def _combinations(
             next_step="name sizes between min and max of a profile; they stand in the manifest",
         )
     return fitting, outside
-
-
-def _layout(session: EngineSession) -> Layout:
-    return layout_of(TensorSpec(one.name, one.dtype, one.shape) for one in session.artifact.inputs)
-
-
-def _opt_sizes(layout: Layout, profile: Profile) -> dict[str, int]:
-    return {
-        dim: size
-        for name, axes in layout.axes.items()
-        for dim, size in zip(axes, profile.shapes[name].opt, strict=True)
-        if isinstance(dim, str)
-    }
-
-
-def _shapes(session: EngineSession, sizes: Mapping[str, int]) -> dict[str, Shape]:
-    layout = _layout(session)
-    return layout.shapes(sizes[name] for name in layout.names)
-
-
-def _feeds(session: EngineSession, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Inputs to measure with: seeded normal numbers, and ones for integers, which index every table of two rows."""
-    rng = np.random.default_rng(0)
-    feeds = {}
-    for tensor, (name, shape) in zip(session.artifact.inputs, _shapes(session, sizes).items(), strict=True):
-        if "float" in tensor.dtype:
-            feeds[name] = rng.standard_normal(math.prod(shape), np.float32).reshape(shape)
-        else:
-            feeds[name] = np.ones(shape, tensor.dtype)
-    return feeds
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, list[int]]:

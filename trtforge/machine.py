@@ -19,6 +19,8 @@ _DISTRIBUTIONS = {
         *("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu11"),
         *("tensorrt-cu13-bindings", "tensorrt-cu12-bindings", "tensorrt-cu11-bindings", "tensorrt-bindings"),
     ),
+    "tensorrt_lean": ("tensorrt-lean", "tensorrt-lean-cu13", "tensorrt-lean-cu12"),
+    "tensorrt_dispatch": ("tensorrt-dispatch", "tensorrt-dispatch-cu13", "tensorrt-dispatch-cu12"),
     "tensorrt_rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
     "onnx": ("onnx",),
     "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),

@@ -103,7 +103,7 @@ def trtforge(task: Task) -> tuple[float, float]:
     from trtforge.digests import file_digest
     from trtforge.graph.ingest import ingest
     from trtforge.lowering import lower_graph
-    from trtforge.pipeline import open_run
+    from trtforge.run import open_run
     from trtforge.shapes.profiles import resolve_profiles
     from trtforge.spec.load import load_spec
 

@@ -1,25 +1,19 @@
-"""PyTorch on the GPU at hand, eager and compiled, measured as `trtforge bench` measures an engine.
+"""The PyTorch models of README's figures, to be measured beside their engines. Weights are random.
 
-    python torch_peer.py [MODEL ...]
+    trtforge bench MANIFEST --shapes batch=1,8,32 --spec SPEC --peer-python PYTHON
 
-MODEL is bert-base, bert-intent or resnet50; all by default. Weights and inputs are random. Needs torch, transformers and
-torchvision, and nothing of trtforge, so that it runs in an environment of its own.
-
-latency = copy in + compute + copy out, between events in one stream, from and to page-locked memory. TF32 is off.
+where SPEC says `model: {torch: {callable: scripts/bench/torch_peer.py:resnet50}}`, and PYTHON has torch, transformers and
+torchvision. Attention is transformers' default, torch's fused one.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-BATCHES = (1, 8, 32)
-SEQUENCE = 128
-WARM_UP = 30
-QUERIES = 300
+Parts = dict[str, Any]
+
 INTENT = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -28,94 +22,48 @@ INTENT = {
     "intermediate_size": 1024,
     "max_position_embeddings": 256,
 }
-Times = list[tuple[float, float]]
-"""(latency, compute) in milliseconds of each query."""
 
 
-def bert(**sizes: int) -> Any:
-    """A BERT encoder with a pooler."""
-    from transformers import BertConfig, BertModel  # noqa: PLC0415 - where it is asked for
+class Encoder(torch.nn.Module):  # type: ignore[misc]
+    """A BERT encoder: last hidden state (batch, seq, hidden) and pooled output (batch, hidden)."""
 
-    return BertModel(BertConfig(**sizes))
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel  # noqa: PLC0415 - resnet50 needs none
 
+        self.bert = BertModel(BertConfig(**sizes))
 
-def resnet50() -> Any:
-    """A ResNet-50."""
-    import torchvision  # noqa: PLC0415 - where it is asked for
-
-    return torchvision.models.resnet50(weights=None)
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "bert-base": bert,
-    "bert-intent": lambda: bert(**INTENT),
-    "resnet50": resnet50,
-}
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of token ids and a mask, (batch, seq) int64 each."""
+        encoded = self.bert(input_ids, attention_mask)
+        return encoded.last_hidden_state, encoded.pooler_output
 
 
-def inputs_of(name: str, batch: int, dtype: Any) -> list[Any]:
-    """Page-locked inputs."""
-    if name == "resnet50":
-        return [torch.randn(batch, 3, 224, 224, dtype=dtype).pin_memory()]
-    ids = torch.randint(0, 8000, (batch, SEQUENCE))
-    return [ids.pin_memory(), torch.ones_like(ids).pin_memory()]
+def bert_base() -> Parts:
+    """BERT-base."""
+    return _text(Encoder())
 
 
-def measure(model: Callable[..., Any], given: list[Any]) -> Times:
-    """Times of `QUERIES` queries, one after another."""
-    found = []
-    held: list[Any] = []
-    for number in range(WARM_UP + QUERIES):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        events[0].record()
-        moved = [tensor.cuda(non_blocking=True) for tensor in given]
-        events[1].record()
-        outputs = list(tensors_of(model(*moved)))
-        events[2].record()
-        held = held or [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in outputs]
-        for target, output in zip(held, outputs, strict=True):
-            target.copy_(output, non_blocking=True)
-        events[3].record()
-        events[3].synchronize()
-        if number >= WARM_UP:
-            found.append((events[0].elapsed_time(events[3]), events[1].elapsed_time(events[2])))
-    return found
+def bert_intent() -> Parts:
+    """The encoder of configs/bert-intent.yaml, whose heads are two small matrices."""
+    return _text(Encoder(**INTENT))
 
 
-def tensors_of(outputs: Any) -> Iterator[Any]:
-    """The tensors in what a model returns."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    else:
-        yield from (one for one in outputs.to_tuple() if isinstance(one, torch.Tensor))
+def resnet50() -> Parts:
+    """ResNet-50."""
+    import torchvision  # noqa: PLC0415 - BERT needs none
+
+    image = torch.randn(2, 3, 224, 224)
+    model = torchvision.models.resnet50(weights=None)
+    return {"model": model, "example_inputs": {"image": image}, "dynamic_axes": {"image": {0: "batch"}}}
 
 
-def row(name: str, dtype: Any, mode: str, model: Any, batch: int) -> str:
-    """One line of the table."""
-    times = measure(model, inputs_of(name, batch, dtype))
-    latency, compute = (sorted(column) for column in zip(*times, strict=True))
-    p50, p99 = latency[len(latency) // 2], latency[len(latency) - 1 - len(latency) // 100]
-    figures = " | ".join(f"{value:7.3f}" for value in (p50, p99, compute[len(compute) // 2]))
-    return f"| {name:<11} | {str(dtype)[6:]:<7} | {mode:<7} | {batch:>5} | {figures} |"
-
-
-def main() -> None:
-    """Measures and prints."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; milliseconds\n")
-    print("| model       | type    | mode    | batch |     p50 |     p99 | compute |")
-    print("| ----------- | ------- | ------- | ----: | ------: | ------: | ------: |")
-    with torch.inference_mode():
-        for name in sys.argv[1:] or MODELS:
-            for dtype in (torch.float32, torch.float16):
-                model = MODELS[name]().eval().cuda().to(dtype)
-                for mode in ("eager", "compile"):
-                    torch.compiler.reset()
-                    ready = model if mode == "eager" else torch.compile(model, dynamic=False)
-                    for batch in BATCHES:
-                        print(row(name, dtype, mode, ready, batch), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _text(model: torch.nn.Module) -> Parts:
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    axes = {0: "batch", 1: "seq"}
+    names = ("input_ids", "attention_mask")
+    return {
+        "model": model,
+        "example_inputs": dict.fromkeys(names, ids),
+        "dynamic_axes": dict.fromkeys(names, axes),
+    }

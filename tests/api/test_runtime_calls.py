@@ -376,6 +376,22 @@ def test_measuring_gives_its_events_back_and_counts_what_the_gpu_did(bundle, wit
     assert ends_clean(rig)
 
 
+@pytest.mark.parametrize(("one_at_a_time", "most"), [(True, 1), (False, 2)])
+def test_as_many_queries_are_under_way_as_asked(bundle, one_at_a_time, most):
+    rig = bundle.rig("8.6.1")
+    under_way = [0]
+
+    with EngineSession.open(bundle.path) as session:
+        lane = session.lane(session.profiles[0])
+        start = lane.enqueue
+        lane.enqueue = lambda: (under_way.append(under_way[-1] + 1), start())
+        rig.cuda.wait_for = lambda _event: under_way.append(under_way[-1] - 1)
+        found = measure([lane], session.cuda, {"x": X}, replace(QUICK, one_at_a_time=one_at_a_time))
+
+    assert max(under_way) == most + 1  # one to make everything ready
+    assert (found.response > found.enqueue).all()
+
+
 def test_bench_measures_every_size_that_a_profile_allows(bundle):
     bundle.rig("8.6.1")
     told: list[Event] = []
@@ -413,33 +429,6 @@ def test_bench_of_sizes_that_are_none(bundle, sizes, text):
         bench.bench(session, sizes, QUICK, "580", lambda _event: None)
 
 
-def test_a_log_is_served_with_the_latencies_of_the_engine(bundle, monkeypatch):
-    bundle.rig("8.6.1")
-    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
-    log = bundle.folder / "log.jsonl"
-    seconds = (0.0, 0.001, 0.002, 0.1)
-    log.write_text("".join(json.dumps({"rows": 1, "timestamp": second}) + "\n" for second in seconds))
-
-    with EngineSession.open(bundle.path) as session:
-        served = bench.serve_log(session, log, QUICK, lambda _event: None, window_ms=5.0, max_batch=4, limit_ms=100.0)
-
-    # Three requests wait until 5 ms, are padded to 4 rows and take 4 + 2 ms: 11, 10, 9. The last waits 5 and takes 3.
-    assert served.latency_ms[50.0] == pytest.approx((9 + 10) / 2)
-    assert served.latency_ms[99.0] == pytest.approx(np.percentile([11, 10, 9, 8], 99))
-    assert (served.requests, served.mean_batch, served.num_measured) == (4, 2.0, 3)
-    assert served.limit_qps > served.log_qps
-
-
-def test_a_batch_of_the_log_that_lies_in_no_profile(bundle, monkeypatch):
-    bundle.rig("8.6.1")
-    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
-    log = bundle.folder / "log.jsonl"
-    log.write_text('{"rows": 40, "timestamp": 0}\n')
-
-    with EngineSession.open(bundle.path) as session, pytest.raises(CommandLineError, match="lie in no profile"):
-        bench.serve_log(session, log, QUICK, lambda _event: None, window_ms=0.0, max_batch=4, limit_ms=None)
-
-
 def test_free_memory_is_what_was_not_taken(bundle):
     rig = bundle.rig("8.6.1")
 
@@ -464,6 +453,22 @@ def test_the_command_measures_writes_and_judges(bundle):
     ]
     assert [point["ms"] for point in json.loads(grid.read_text())["points"]] == [4.0, 10.0]
     assert 'profile="large",sizes="rows=8"} 0.01' in text.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--spec", __file__], "found --spec without --peer-python"),
+        (["--peer-python", "python"], "found --peer-python without --spec"),
+        (["--peer", "eager"], "--peer: found 'eager'"),
+    ],
+)
+def test_peers_need_a_spec_a_python_and_names_that_exist(bundle, words, text):
+    bundle.rig("8.6.1")
+
+    result = CliRunner().invoke(app, ["bench", str(bundle.path), *words])
+
+    assert text in str(result.exception)
 
 
 def test_a_cuda_library_that_is_none():

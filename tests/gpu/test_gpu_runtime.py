@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import textwrap
-import traceback
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import onnx
+from place import DIGITS, Place, cosine, images, raises, run_all
 
 from trtforge.bench import bench
-from trtforge.errors import CapabilityError, GraphError, IntegrityError, TrtForgeError
-from trtforge.graph.ingest import ingest
-from trtforge.machine import machine_facts
-from trtforge.reference import ReferenceSession
+from trtforge.errors import CapabilityError, GraphError, IntegrityError
 from trtforge.runtime.lane import Lane
 from trtforge.runtime.measure import Switches, measure
 from trtforge.runtime.session import EngineSession
@@ -37,7 +27,6 @@ except ModuleNotFoundError:
 else:
     pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 LIBRARIES = ("cuda-python", "pycuda")
 QUICK = Switches(duration_s=0.3, warm_up_ms=100.0, spin_wait=True)
 ROWS = """
@@ -48,103 +37,30 @@ net (float[rows, 8] x) => (float[rows, 8] root, int64[2, found] places)
     [nonzero] places = NonZero(x)
 }
 """
-DIGITS = """
-version: 1
-name: digits-{precision}
-model: {{onnx: {root}/configs/models/digits.onnx}}
-inputs: {{image: {{kind: image, range: [0, 1]}}}}
-profiles:
-  - {{name: small, inputs: {{image: {{min: [1, 1, 8, 8], opt: [16, 1, 8, 8], max: [64, 1, 8, 8]}}}}}}
-  - {{name: large, inputs: {{image: {{min: [64, 1, 8, 8], opt: [128, 1, 8, 8], max: [256, 1, 8, 8]}}}}}}
-builder: {{tactic_sources: [edge_mask_convolutions, jit_convolutions], profiling_verbosity: detailed}}
-precision: {{type: {precision}}}
-targets: [{{backend: tensorrt, gpus: [{gpu}]}}]
-output: {folder}/digits-{precision}
-"""
 ROWS_SPEC = """
 version: 1
 name: rows
-model: {{onnx: {folder}/rows.onnx}}
+model: {{onnx: rows.onnx}}
 inputs: {{x: {{range: [0, 1]}}}}
 profiles: [{{name: only, inputs: {{x: {{min: [1, 8], opt: [4, 8], max: [16, 8]}}}}}}]
-builder: {{tactic_sources: [edge_mask_convolutions, jit_convolutions]}}
-targets: [{{backend: tensorrt, gpus: [{gpu}]}}]
-output: {folder}/rows
 """
 
 
-class Built:
-    """Engines of three specs, in a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.gpu = machine_facts().gpus[0].model
-        onnx.save(onnx.parser.parse_model(ROWS), folder / "rows.onnx")
-        (folder / "ingest").mkdir()
-        self.reference = ReferenceSession(ingest(ROOT / "configs/models/digits.onnx", folder / "ingest"))
-        for name, text in {
-            "digits-fp32": DIGITS.format(root=ROOT, gpu=self.gpu, folder=folder, precision="fp32"),
-            "digits-fp16": DIGITS.format(root=ROOT, gpu=self.gpu, folder=folder, precision="fp16"),
-            "rows": ROWS_SPEC.format(gpu=self.gpu, folder=folder),
-        }.items():
-            (folder / f"{name}.yaml").write_text(text)
-            done = self.trtforge("build", folder / f"{name}.yaml")
-            assert done.returncode == 0, done.stderr
-
-    def manifest(self, name):
-        return self.folder / name / "manifest.json"
-
-    def copy(self, name, change):
-        """A bundle beside it, whose manifest went through `change`."""
-        target = Path(tempfile.mkdtemp(dir=self.folder))
-        data = json.loads(self.manifest(name).read_text())
-        (artifact,) = data["artifacts"]
-        change(artifact)
-        (target / artifact["file"]).write_bytes((self.folder / name / artifact["file"]).read_bytes())
-        (target / "manifest.json").write_text(json.dumps(data))
-        return target / "manifest.json", target / artifact["file"]
-
-    def trtforge(self, *words):
-        return self.python("-m", "trtforge", *map(str, words))
-
-    def python(self, *words):
-        surroundings = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
-        }
-        return subprocess.run(
-            [sys.executable, *words], env=surroundings, capture_output=True, text=True, timeout=300, check=False
-        )
+def make(folder):
+    """Three bundles in a folder."""
+    place = Place(folder)
+    onnx.save(onnx.parser.parse_model(ROWS), folder / "rows.onnx")
+    for precision in ("fp32", "fp16"):
+        place.build(f"digits-{precision}", DIGITS, precision=precision, settings=", profiling_verbosity: detailed")
+    place.build("rows", ROWS_SPEC)
+    return place
 
 
 if pytest:
 
     @pytest.fixture(scope="module")
     def built(tmp_path_factory):
-        return Built(tmp_path_factory.mktemp("gpu"))
-
-
-@contextmanager
-def raises(error, text):
-    """What pytest.raises does, of the problems of a TrtForgeError."""
-    try:
-        yield
-    except TrtForgeError as caught:
-        problem = caught.problems[0]
-        assert text in problem.summary, problem
-        assert problem.exit_code == error.exit_code, problem
-    else:
-        raise AssertionError(f"no {error.__name__}")
-
-
-def images(count):
-    return np.random.default_rng(count).random((count, 1, 8, 8), np.float32)
-
-
-def cosine(one, other):
-    one, other = (np.ravel(array).astype(np.float64) for array in (one, other))
-    return one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        return make(tmp_path_factory.mktemp("gpu"))
 
 
 def test_verify_runs_the_engine_on_the_samples_and_over_all_profiles(built):
@@ -152,16 +68,17 @@ def test_verify_runs_the_engine_on_the_samples_and_over_all_profiles(built):
         done = built.trtforge("verify", built.manifest(name), "--spec", built.folder / f"{name}.yaml")
         print(done.stdout)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "layers by output type: " in done.stdout
+        assert "layers by type: " in done.stdout
 
 
 def test_outputs_are_those_of_onnxruntime_through_both_libraries(built):
+    reference = built.digits()
     for library in LIBRARIES:
         for name, least in (("digits-fp32", 0.99999), ("digits-fp16", 0.9999)):
             with EngineSession.open(built.manifest(name), cuda_library=library) as session:
                 for count in (1, 16, 63, 64, 65, 256, 1):
                     found = session.run({"image": images(count)})
-                    expected = built.reference.run({"image": images(count)})
+                    expected = reference.run({"image": images(count)})
                     floats = [key for key, value in expected.items() if value.dtype.kind == "f"]
                     assert floats
                     for key in floats:
@@ -206,7 +123,7 @@ def test_a_damaged_engine_and_one_that_tensorrt_does_not_take(built):
         engine.write_bytes(data)
         done = built.trtforge("bench", path)
         print(length, done.returncode, done.stderr[-600:])
-        assert done.returncode in (10, -11), done.stderr  # TensorRT itself may not survive bytes that lie
+        assert done.returncode in (10, -6, -11), done.stderr  # TensorRT itself may not survive bytes that lie
 
 
 def test_an_engine_of_another_version_or_gpu(built):
@@ -287,53 +204,5 @@ def test_memory_comes_back(built):
     assert min(free[2:]) >= free[1] - (4 << 20)
 
 
-def test_no_memory_is_told_with_needed_and_free(built):
-    script = """
-        import sys, numpy as np
-        from pathlib import Path
-        from trtforge.cuda import open_cuda
-        from trtforge.errors import TrtForgeError
-        from trtforge.runtime.session import EngineSession
-        cuda = open_cuda()
-        session = EngineSession.open(Path(sys.argv[1])) if sys.argv[2] == "run" else None
-        try:
-            while True:
-                cuda.allocate(max(cuda.memory()[0] // 2, 1 << 20))
-        except TrtForgeError as error:
-            print("filled:", error)
-        try:
-            session = session or EngineSession.open(Path(sys.argv[1]))
-            session.run({"image": np.zeros((256, 1, 8, 8), np.float32)})
-        except TrtForgeError as error:
-            print(type(error).__name__, error.problems[0].lines() if hasattr(error.problems[0], "lines") else error)
-            sys.exit(3)
-    """
-    for when in ("load", "run"):
-        done = built.python("-c", textwrap.dedent(script), str(built.manifest("digits-fp32")), when)
-        print(when, done.returncode, done.stdout[-800:], done.stderr[-800:])
-        assert done.returncode in (0, 3), done.stderr
-        if done.returncode:
-            assert "CapabilityError" in done.stdout
-            assert "free" in done.stdout
-
-
-def main() -> int:
-    """All tests without pytest; the number of those that fail."""
-    failed = []
-    if not machine_facts().gpus:
-        sys.exit(machine_facts().cuda_error)
-    with tempfile.TemporaryDirectory() as folder:
-        built = Built(Path(folder))
-        for name, test in [(name, partial(value, built)) for name, value in globals().items() if name[:5] == "test_"]:
-            print(f"== {name}", flush=True)
-            try:
-                test()
-            except Exception:  # noqa: BLE001 - the others are of interest too
-                traceback.print_exc(file=sys.stdout)
-                failed.append(name)
-    print(f"{len(failed)} failed: {', '.join(failed)}")
-    return len(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_all(sys.modules[__name__], make))

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from trtforge.bench import Figures, Gates, PointFigures, latency_grid, missed, parse_sizes, prometheus
+from trtforge.bench import Figures, Gates, PointFigures, gauges, latency_grid, missed, parse_sizes
 from trtforge.errors import CommandLineError, exit_code_of
+from trtforge.prometheus import prometheus_text
 from trtforge.runtime.measure import Spread, Switches
 from trtforge.runtime.regression import Slowdown
 
@@ -27,6 +28,7 @@ def figures(*slowdowns: Slowdown, gpu: str = "NVIDIA H200", sizes: tuple[dict[st
             copy_in=times(0.1, 0.1),
             copy_out=times(0.1, 0.1),
             enqueue=times(0.1, 0.1),
+            response=times(1.5 * count, 2.5 * count),
             throughput_qps=1000.0 / count,
             num_queries=100,
             context_bytes=1,
@@ -77,7 +79,7 @@ def test_the_grid_is_what_profile_selection_reads():
 
 
 def test_prometheus_text():
-    lines = prometheus(figures(gpu='a"b\\c\nd')).splitlines()
+    lines = prometheus_text(gauges(figures(gpu='a"b\\c\nd'))).splitlines()
 
     assert lines[0] == "# TYPE trtforge_latency_p50_seconds gauge"
     assert lines[1] == (
@@ -88,6 +90,9 @@ def test_prometheus_text():
         "trtforge_latency_p50_seconds": 0.002,
         "trtforge_latency_p99_seconds": 0.004,
         "trtforge_compute_p50_seconds": 0.001,
+        "trtforge_compute_p99_seconds": 0.0015,
+        "trtforge_response_p50_seconds": 0.003,
+        "trtforge_response_p99_seconds": 0.005,
         "trtforge_throughput_queries_per_second": 500.0,
     }
     # Source: Prometheus, exposition formats: each line is a comment or name{labels} value.

@@ -1,12 +1,14 @@
-"""Figures of measurements: percentiles, slowdowns, and a log replayed through a queue."""
+"""Figures of measurements: percentiles, slowdowns, and a log simulated through a queue."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trtforge.runtime.measure import Switches, Timings, percentile, remarks, spread
-from trtforge.runtime.queue import levels, most_qps, padded_cost, replay
+from trtforge.runtime.queue import Batcher, confirmed_speed, highest_speed, levels, paced, padded, replay
 from trtforge.runtime.regression import slowdown
 
 
@@ -28,7 +30,7 @@ def test_percentiles_are_those_of_trtexec(count, share, expected):
 
 def test_latency_is_copy_in_and_compute_and_copy_out_without_enqueue():
     ones = np.ones(3)
-    timings = Timings(ones, ones * 10, ones * 100, ones * 1000, wall_s=1.5)
+    timings = Timings(ones, ones * 10, ones * 100, ones * 1000, ones * 1e4, wall_s=1.5)
 
     assert timings.latency.tolist() == [111.0] * 3
     assert timings.throughput_qps == 2.0
@@ -36,8 +38,8 @@ def test_latency_is_copy_in_and_compute_and_copy_out_without_enqueue():
 
 def test_unstable_and_host_bound_figures_are_remarked():
     zeros = np.zeros(4)
-    wild = Timings(zeros, np.array([1.0, 2.0, 1.0, 2.0]), zeros, np.full(4, 1.4), wall_s=1.0)
-    calm = Timings(zeros, np.array([1.0, 1.01, 1.0, 1.01]), zeros, np.full(4, 0.1), wall_s=1.0)
+    wild = Timings(zeros, np.array([1.0, 2.0, 1.0, 2.0]), zeros, np.full(4, 1.4), zeros, wall_s=1.0)
+    calm = Timings(zeros, np.array([1.0, 1.01, 1.0, 1.01]), zeros, np.full(4, 0.1), zeros, wall_s=1.0)
 
     assert [remark.split()[0] for remark in remarks(wild, Switches())] == ["compute", "the"]
     assert remarks(calm, Switches()) == ()
@@ -69,13 +71,15 @@ def test_a_drift_of_both_cancels():
     assert found.low == pytest.approx(0.05)
 
 
-def ones(count):
-    return np.ones(count, np.int64)
+def simulated(arrivals, cost, *, weights=None, window_ms, max_batch):
+    arrivals = np.asarray(arrivals)
+    weights = np.ones(len(arrivals), np.int64) if weights is None else np.array(weights)
+    return replay(Batcher(arrivals, weights, window_ms=window_ms, max_batch=max_batch), cost)
 
 
 def test_a_batch_waits_for_its_window_and_for_the_gpu():
     # 0 and 1 ms share a batch that starts at 5 ms and ends at 15; the one of 6 ms waits for the GPU until then.
-    found = replay(np.array([0.0, 0.001, 0.006]), ones(3), lambda *_: 10.0, window_ms=5.0, max_batch=8)
+    found = simulated([0.0, 0.001, 0.006], lambda *_: 10.0, window_ms=5.0, max_batch=8)
 
     assert found.latency_ms.tolist() == [15.0, 14.0, 19.0]
     assert found.batch_sizes == (2, 1)
@@ -83,7 +87,7 @@ def test_a_batch_waits_for_its_window_and_for_the_gpu():
 
 
 def test_a_full_batch_starts_at_once():
-    found = replay(np.zeros(5), ones(5), lambda first, end: float(end - first), window_ms=5.0, max_batch=2)
+    found = simulated(np.zeros(5), lambda first, end: float(end - first), window_ms=5.0, max_batch=2)
 
     assert found.batch_sizes == (2, 2, 1)
     # 2 ms each, and the last one has waited for its window, 5 ms, before it takes 1 ms.
@@ -92,26 +96,83 @@ def test_a_full_batch_starts_at_once():
 
 def test_requests_with_batch_sizes_of_their_own():
     # 3 + 2 are too many for 4, which shows at 1 ms; 2 + 2 are just full at 2 ms, and wait for the GPU until 3.
-    seconds = np.array([0.0, 0.001, 0.002, 0.010])
-    found = replay(seconds, np.array([3, 2, 2, 9]), lambda *_: 2.0, window_ms=50.0, max_batch=4)
+    seconds = [0.0, 0.001, 0.002, 0.010]
+    found = simulated(seconds, lambda *_: 2.0, weights=[3, 2, 2, 9], window_ms=50.0, max_batch=4)
 
     assert found.batch_sizes == (3, 4, 9)
     assert found.latency_ms.tolist() == [3.0, 4.0, 3.0, 2.0]
 
 
 def test_what_cannot_be_served_stops_the_log():
-    found = replay(np.zeros(3), ones(3), lambda first, _end: [1.0, np.inf, 1.0][first], window_ms=0.0, max_batch=1)
+    found = simulated(np.zeros(3), lambda first, _end: [1.0, np.inf, 1.0][first], window_ms=0.0, max_batch=1)
 
     assert found.latency_ms.tolist() == [1.0, np.inf, np.inf]
 
 
-def test_the_highest_rate_within_a_limit():
-    # One at a time and 10 ms each: at 100 requests a second evenly spaced the GPU is just never late.
-    arrivals = np.arange(200) / 10.0
-    ten = {"weights": ones(200), "cost": lambda *_: 10.0, "window_ms": 0.0, "max_batch": 1}
+def test_the_highest_speed_that_holds():
+    # One at a time and 10 ms each: a log of 10 requests a second, evenly spaced, is just never late at 10 times its speed.
+    def holds(speed, limit_ms):
+        _, times = paced(np.arange(20) / 10.0, speed, seconds=3.0)
+        return simulated(times, lambda *_: 10.0, window_ms=0.0, max_batch=1).latency_ms.max() <= limit_ms
 
-    assert most_qps(arrivals, limit_ms=10.001, **ten) == pytest.approx(100, rel=0.02)
-    assert most_qps(arrivals, limit_ms=9.0, **ten) == 0.0
+    assert highest_speed(lambda speed: holds(speed, 10.001)) == pytest.approx(10, rel=0.002)
+    assert highest_speed(lambda speed: holds(speed, 9.0)) == 0.0
+
+
+def test_a_log_is_cut_or_begun_anew():
+    log = np.array([0.0, 1.0, 2.0])  # the mean gap, 1 s, lies between two rounds
+
+    which, times = paced(log, speed=1.0, seconds=1.5)
+    assert (which.tolist(), times.tolist()) == ([0, 1], [0.0, 1.0])
+    which, times = paced(log, speed=2.0, seconds=2.6)
+    assert (which.tolist(), times.tolist()) == ([0, 1, 2, 0, 1, 2], [0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+    assert len(paced(log, speed=1e9, seconds=3.0)[0]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("true", "tries", "runs", "expected"),
+    [
+        (10.0, 3, [8.0, 10.0, 12.5], 10.0),  # 25 % more until one does not hold
+        (7.0, 4, [8.0, 6.4, pytest.approx(7.155, rel=1e-3), pytest.approx(6.767, rel=1e-3)], 6.767),  # then halves
+        (1.0, 3, [8.0, 6.4, 5.12], 0.0),
+    ],
+)
+def test_a_proposed_speed_is_confirmed_by_a_few_runs(true, tries, runs, expected):
+    tried = []
+
+    def holds(speed):
+        tried.append(speed)
+        return speed <= true
+
+    assert confirmed_speed(8.0, holds, tries) == pytest.approx(expected, rel=1e-3)
+    assert tried == runs
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.02), st.integers(1, 5)), min_size=1, max_size=30),
+    st.floats(0, 10),
+    st.integers(1, 6),
+)
+def test_batches_follow_the_rule_whatever_arrives(gaps_and_weights, window_ms, max_batch):
+    arrivals = np.cumsum([gap for gap, _ in gaps_and_weights])
+    weights = np.array([weight for _, weight in gaps_and_weights])
+    spans = []
+
+    def cost(first, end):
+        spans.append((first, end))
+        return 3.0
+
+    found = simulated(arrivals, cost, weights=weights, window_ms=window_ms, max_batch=max_batch)
+
+    assert [first for first, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == len(arrivals)
+    for first, end in spans:
+        start = found.latency_ms[first] + arrivals[first] * 1000 - 3.0
+        size = weights[first:end].sum()
+        assert size <= max_batch or end == first + 1
+        assert arrivals[end - 1] * 1000 <= start + 1e-6
+        if end < len(arrivals) and arrivals[end] * 1000 < start - 1e-6:  # what had come did not fit
+            assert size + weights[end] > max_batch
 
 
 def test_levels_hold_every_batch_of_a_log():
@@ -126,8 +187,6 @@ def test_levels_hold_every_batch_of_a_log():
 
 def test_a_batch_is_padded_to_the_next_measured_size():
     sizes = np.array([[1, 10], [1, 30], [1, 20]])
-    grid = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    cost = padded_cost(sizes, 0, [np.array([1, 2, 4]), np.array([16, 32])], grid)
+    cell = padded(sizes, 0, [np.array([1, 2, 4]), np.array([16, 32])])
 
-    assert [cost(0, 1), cost(0, 2), cost(0, 3), cost(2, 3)] == [1.0, 4.0, 6.0, 2.0]
-    assert sizes[0].tolist() == [1, 10]
+    assert [cell(0, 1), cell(0, 2), cell(0, 3), cell(2, 3)] == [(0, 0), (1, 1), (2, 1), (0, 1)]

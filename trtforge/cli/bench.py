@@ -12,7 +12,11 @@ import typer
 from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
-    from trtforge.bench import Figures, QueueFigures
+    from collections.abc import Mapping, Sequence
+
+    from trtforge.bench import Figures
+    from trtforge.peers import PeerPoint
+    from trtforge.replay import ReplayFigures
 
 
 def bench(
@@ -29,6 +33,13 @@ def bench(
     transfers: Annotated[bool, typer.Option(help="Copy inputs and outputs in each query.")] = True,
     spin_wait: Annotated[bool, typer.Option(help="Wait actively, which reacts sooner.")] = False,
     streams: Annotated[int, typer.Option(help="Queries at once, each in its own context.", min=1, max=64)] = 1,
+    one_at_a_time: Annotated[
+        bool,
+        typer.Option(
+            "--one-at-a-time",
+            help="Start a stream's next query once the last one has ended, as a server with single requests does; trtexec: --exposeDMA.",
+        ),
+    ] = False,
     warm_up: Annotated[float, typer.Option(help="Milliseconds before figures count.", min=0)] = 200.0,
     duration: Annotated[float, typer.Option(help="Least seconds to measure at each size.", min=0)] = 3.0,
     iterations: Annotated[int, typer.Option(help="Least queries to measure at each size.", min=1)] = 10,
@@ -44,14 +55,35 @@ def bench(
     ] = 0.02,
     replay: Annotated[
         Path | None,
-        typer.Option(help="Log of single requests, to be served through a queue in front of the engine.", exists=True),
+        typer.Option(
+            help="Log of single requests, served as they arrived, in batches that are formed in real time.", exists=True
+        ),
     ] = None,
+    replay_seconds: Annotated[float, typer.Option(help="With --replay: a longer log is cut.", min=0)] = 30.0,
     window_ms: Annotated[float, typer.Option(help="With --replay: how long a request waits for others.", min=0)] = 2.0,
     max_batch: Annotated[int, typer.Option(help="With --replay: largest batch that is formed.", min=1)] = 8,
     limit_ms: Annotated[
         float | None,
         typer.Option(help="With --replay: p99 for which the highest rate is sought.", min=0, show_default=False),
     ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="With --peer-python: the spec, whose model.torch is run.", exists=True, show_default=False),
+    ] = None,
+    peer_python: Annotated[
+        str | None,
+        typer.Option(help="Python that has torch: measure the spec's PyTorch model beside.", show_default=False),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --peer-python: eager-fp32, eager-fp16, compile-fp32, compile-fp16; by default all.",
+            show_default=False,
+        ),
+    ] = None,
+    peer_timeout: Annotated[
+        float, typer.Option(help="Seconds for a peer to load, and for each of its sizes.", min=1)
+    ] = 300.0,
     grid: Annotated[
         Path | None,
         typer.Option(help="Write medians by size here, for trtforge profile --latencies.", show_default=False),
@@ -67,6 +99,13 @@ def bench(
         list[Path] | None,
         typer.Option(help="Library of operators that the engine needs.", exists=True, show_default=False),
     ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            help="tensorrt, or for a version-compatible engine tensorrt_lean or tensorrt_dispatch.  [default: the first that is installed]",
+            show_default=False,
+        ),
+    ] = None,
     allow_host_code: Annotated[
         bool, typer.Option("--allow-host-code", help="Let a version-compatible engine run the native code it brings.")
     ] = False,
@@ -77,63 +116,99 @@ def bench(
     from contextlib import ExitStack  # noqa: PLC0415 - keeps --help quick
 
     from trtforge import bench as core  # noqa: PLC0415
+    from trtforge import peers as peering  # noqa: PLC0415
+    from trtforge import replay as replaying  # noqa: PLC0415
     from trtforge.cli.console import print_json, print_problems, problem_json, progress  # noqa: PLC0415
-    from trtforge.errors import exit_code_of  # noqa: PLC0415
+    from trtforge.errors import CommandLineError, exit_code_of  # noqa: PLC0415
     from trtforge.files import write_text  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
+    from trtforge.prometheus import prometheus_text  # noqa: PLC0415
     from trtforge.runtime.measure import Switches  # noqa: PLC0415
     from trtforge.runtime.session import EngineSession  # noqa: PLC0415
 
+    if (spec is None) != (peer_python is None):
+        given, missing = ("--spec SPEC", "--peer-python PYTHON")[:: 1 if spec else -1]
+        raise CommandLineError(f"found {given.split()[0]} without {missing.split()[0]}", next_step=f"add {missing}")
+    peer_spec = peering.torch_spec(spec, peer_python) if spec and peer_python else None
+    peer_names = peering.peer_names(peer or [])
     sizes = core.parse_sizes(shapes or [])
     switches = Switches(
         cuda_graph=cuda_graph,
         transfers=transfers,
         spin_wait=spin_wait,
         streams=streams,
+        one_at_a_time=one_at_a_time,
         warm_up_ms=warm_up,
         duration_s=duration,
         iterations=iterations,
     )
     gates = core.Gates(p99_ms=p99_ms, throughput_qps=throughput_qps, max_regression=max_regression if against else None)
-    with progress(progress_style, as_json=as_json) as told, ExitStack() as opened:
+    served: ReplayFigures | None = None
+    peers: tuple[PeerPoint, ...] = ()
+    with progress(progress_style, as_json=as_json) as told:
+        with ExitStack() as opened:
 
-        def session(path: Path, identifier: str | None) -> EngineSession:
-            return opened.enter_context(
-                EngineSession.open(
-                    path,
-                    identifier=identifier,
-                    cuda_library=cuda_library,
-                    device=device,
-                    plugins=plugin or (),
-                    allow_host_code=allow_host_code,
+            def session(path: Path, identifier: str | None) -> EngineSession:
+                return opened.enter_context(
+                    EngineSession.open(
+                        path,
+                        identifier=identifier,
+                        cuda_library=cuda_library,
+                        device=device,
+                        plugins=plugin or (),
+                        runtime=runtime,
+                        allow_host_code=allow_host_code,
+                    )
                 )
-            )
 
-        measured = session(manifest, engine)
-        other = session(against, engine) if against else None
-        figures = core.bench(measured, sizes, switches, machine_facts().cuda_driver_version, told, other=other)
-        served = None
-        if replay:
-            served = core.serve_log(
-                measured, replay, switches, told, window_ms=window_ms, max_batch=max_batch, limit_ms=limit_ms
+            measured = session(manifest, engine)
+            other = session(against, engine) if against else None
+            figures = core.bench(measured, sizes, switches, machine_facts().cuda_driver_version, told, other=other)
+            if replay:
+                served = replaying.serve_log(
+                    measured,
+                    replay,
+                    switches,
+                    told,
+                    window_ms=window_ms,
+                    max_batch=max_batch,
+                    seconds=replay_seconds,
+                    limit_ms=limit_ms,
+                )
+        if peer_spec and peer_python:  # once the engine has left the GPU
+            peers = peering.measure_peers(
+                peer_spec,
+                measured.artifact.inputs,
+                [point.sizes for point in figures.points],
+                switches,
+                told,
+                peers=peer_names,
+                python=peer_python,
+                device=f"cuda:{device}",
+                device_name=figures.gpu,
+                timeout_seconds=peer_timeout,
             )
     if grid:
         write_text(grid, json.dumps(core.latency_grid(figures), indent=1) + "\n")
     if prometheus:
-        write_text(prometheus, core.prometheus(figures))
+        gauges = [*core.gauges(figures), *peering.gauges(peers, figures.gpu)]
+        gauges += replaying.gauges(served, figures.gpu) if served else ()
+        write_text(prometheus, prometheus_text(gauges))
     problems = core.missed(figures, gates)
     code = exit_code_of(problems) if problems else 0
     if as_json:
         shown = {
             "figures": asdict(figures),
-            "queue": asdict(served) if served else None,
+            "replay": asdict(served) if served else None,
+            "peers": [asdict(point) for point in peers],
             "problems": [problem_json(problem) for problem in problems],
         }
         print_json({"ok": code == 0, "exit_code": code, **shown})
     else:
         _print(figures)
+        _print_peers(figures, peers)
         if served:
-            _print_queue(served)
+            _print_replay(served)
         print_problems(problems)
     raise typer.Exit(code)
 
@@ -146,31 +221,68 @@ def _print(figures: Figures) -> None:
         "CUDA graph" if switches.cuda_graph else "no CUDA graph",
         "with copies" if switches.transfers else "without copies",
         f"{switches.streams} stream{'s' * (switches.streams > 1)}",
+        "one query at a time" if switches.one_at_a_time else "two queries under way",
     ]
     say(f"{figures.identifier} on {figures.gpu}, driver {figures.driver}, {figures.tensorrt}, {figures.cuda}")
     say(f"{', '.join(how)}; the engine takes {shown_bytes(figures.engine_bytes)} of GPU memory; times in ms")
-    say("  p50      p99      compute  copies   enqueue  queries/s  sizes")
+    say("  p50      p99      compute  copies   enqueue  response  queries/s  sizes")
     for point in figures.points:
         copies = point.copy_in.percentiles[50.0] + point.copy_out.percentiles[50.0]
         row = [point.latency.percentiles[50.0], point.latency.percentiles[99.0], point.compute.percentiles[50.0]]
-        row += [copies, point.enqueue.percentiles[50.0]]
-        sizes = " ".join(f"{name}={size}" for name, size in point.sizes.items())
-        say("  " + "  ".join(f"{value:7.3f}" for value in row) + f"  {point.throughput_qps:9.1f}  {sizes}")
+        row += [copies, point.enqueue.percentiles[50.0], point.response.percentiles[50.0]]
+        say(
+            "  " + "  ".join(f"{value:7.3f}" for value in row) + f"  {point.throughput_qps:9.1f}  {_sizes(point.sizes)}"
+        )
     for point, found in zip(figures.points, figures.slowdowns, strict=False):
-        sizes = " ".join(f"{name}={size}" for name, size in point.sizes.items())
-        say(f"  {found.ratio:+.1%} ({found.low:+.1%} to {found.high:+.1%}) against the other engine at {sizes}")
+        text = f"{found.ratio:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+        say(f"  {text} against the other engine at {_sizes(point.sizes)}")
     for text in dict.fromkeys((*figures.warnings, *(text for point in figures.points for text in point.remarks))):
         say(f"  note: {text}")
 
 
-def _print_queue(served: QueueFigures) -> None:
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _print_peers(figures: Figures, peers: Sequence[PeerPoint]) -> None:
     from trtforge.cli.console import say  # noqa: PLC0415
 
-    p50, p95, p99 = (served.latency_ms[share] for share in (50.0, 95.0, 99.0))
+    ours = {tuple(point.sizes.items()): point for point in figures.points}
+    if peers:
+        modes = ", ".join({f"torch.compile in mode {point.mode}": None for point in peers if point.mode})
+        say(f"PyTorch on the same GPU{modes and ', ' + modes}; engine: how many times as fast, by the median latency")
+        say("  p50      p99      compute  response  queries/s  engine  peer          sizes")
+    for point in peers:
+        name, sizes = f"{point.peer:<12}", _sizes(point.sizes)
+        if point.times is None:
+            say(f"  not measured: {point.reason}; {name.strip()} {sizes}")
+            continue
+        p50, times = point.times.latency.percentiles[50.0], point.times
+        row = [p50, times.latency.percentiles[99.0], times.compute.percentiles[50.0], times.response.percentiles[50.0]]
+        ratio = p50 / ours[tuple(point.sizes.items())].latency.percentiles[50.0]
+        shown = "  ".join(f"{value:7.3f}" for value in row)
+        unsettled = "" if times.is_settled else "  (its times had not settled)"
+        say(f"  {shown}  {times.throughput_qps:9.1f}  {ratio:5.2f}x  {name}  {sizes}{unsettled}")
+
+
+def _print_replay(served: ReplayFigures) -> None:
+    from trtforge.cli.console import say  # noqa: PLC0415
+
     say(
-        f"the log: {served.requests} requests, {served.log_qps:.1f} a second; in batches of up to {served.max_batch} within "
-        f"{served.window_ms:g} ms: p50 {p50:.3f}, p95 {p95:.3f}, p99 {p99:.3f} ms; "
-        f"mean batch {served.mean_batch:.1f}, GPU busy {served.busy:.0%}"
+        f"the log: {served.requests} requests in {served.seconds:.1f} s, {served.log_qps:.1f} a second; in batches of up "
+        f"to {served.max_batch} within {served.window_ms:g} ms, {served.num_sizes} sizes made ready"
     )
-    if served.limit_qps is not None:
-        say(f"  p99 stays within {served.limit_ms:g} ms up to {served.limit_qps:.1f} requests a second")
+    say("            p50      p95      p99      mean batch  busy")
+    for name, play in (("measured", served.measured), ("simulated", served.simulated)):
+        row = "  ".join(f"{play.latency_ms[share]:7.3f}" for share in (50.0, 95.0, 99.0))
+        say(f"  {name:<9} {row}  {play.mean_batch:10.1f}  {play.busy:4.0%}")
+    say(f"  GPU busy {served.gpu_busy:.0%}; {served.host_ms:.3f} ms of host work a batch; {served.late_share:.1%} late")
+    if served.limit:
+        qps, simulated = served.limit.qps, served.limit.simulated_qps
+        difference = f" ({qps / simulated - 1:+.0%})" if simulated else ""
+        say(
+            f"  p99 within {served.limit.limit_ms:g} ms: up to {qps:.1f} requests a second were served, "
+            f"{simulated:.1f} simulated{difference}"
+        )
+    for text in served.remarks:
+        say(f"  note: {text}")

@@ -1,7 +1,8 @@
 """Measures an engine with trtexec's definitions.
 
 latency = copy in + compute + copy out, between events in one stream; enqueue = host time until the GPU has the work;
-throughput = queries / time from the first query's start to the last one's end, after the warm-up.
+throughput = queries / time from the first query's start to the last one's end, after the warm-up. Beside these,
+response = the host's own time from before a query is started until its outputs are on the host.
 
 Source: TensorRT, samples/common/sampleInference.cpp and sampleReporting.cpp.
 """
@@ -22,7 +23,10 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 _UNSTABLE = 0.025
 """Coefficient of variation above which figures are unstable. Source: trtexec."""
 _DEPTH = 2
-"""Queries of one stream that are under way, so that the GPU does not wait for the host. Source: trtexec."""
+"""Queries of one stream that are under way, so that the GPU does not wait for the host.
+
+Source: sampleInference.cpp, Iteration: 1 + overlap, and overlap is off with --exposeDMA.
+"""
 _ENQUEUE_BOUND = 0.8
 """Share of compute time above which the host holds the GPU up. Source: trtexec."""
 
@@ -36,6 +40,8 @@ class Switches:
         transfers: copy inputs and outputs in each query.
         spin_wait: keep a processor busy while waiting, which reacts sooner.
         streams: queries at once, each in a context of its own.
+        one_at_a_time: a stream's next query starts once the last one has ended, so that starting it does not hide behind
+            the compute before it: what a server sees that has one request. trtexec: --exposeDMA.
         warm_up_ms: queries that begin sooner are left out.
         duration_s, iterations: measured for both, whichever takes longer.
     """
@@ -44,6 +50,7 @@ class Switches:
     transfers: bool = True
     spin_wait: bool = False
     streams: int = 1
+    one_at_a_time: bool = False
     warm_up_ms: float = 200.0
     duration_s: float = 3.0
     iterations: int = 10
@@ -61,6 +68,7 @@ class Timings:
     compute: Array
     copy_out: Array
     enqueue: Array
+    response: Array
     wall_s: float
 
     @property
@@ -72,6 +80,12 @@ class Timings:
     def throughput_qps(self) -> float:
         """Queries a second; one batch is one query."""
         return len(self.compute) / self.wall_s
+
+
+def timings_of(rows: Array, wall_s: float) -> Timings:
+    """Of (queries, 5): copy in, compute, copy out, enqueue, response."""
+    copy_in, compute, copy_out, enqueue, response = rows.T
+    return Timings(copy_in, compute, copy_out, enqueue, response, wall_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +173,7 @@ def measure(lanes: Sequence[Lane], cuda: Cuda, feeds: Mapping[str, Array], switc
     graphs = [lane.graph(transfers=False) if switches.cuda_graph else None for lane in lanes]
     slots = [
         (lane, graph, _Query(*(cuda.event(spin=switches.spin_wait) for _ in range(4))))
-        for _ in range(_DEPTH)
+        for _ in range(1 if switches.one_at_a_time else _DEPTH)
         for lane, graph in zip(lanes, graphs, strict=True)
     ]
     try:
@@ -171,7 +185,7 @@ def measure(lanes: Sequence[Lane], cuda: Cuda, feeds: Mapping[str, Array], switc
 
 
 def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: Switches) -> Timings:
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[tuple[float, ...]] = []
     begin = time.perf_counter()
     warm = begin + switches.warm_up_ms / 1000
     first, last = None, begin
@@ -186,8 +200,7 @@ def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: S
             _start(lane, graph, query, cuda, switches)
         if not any(query.is_pending for _, _, query in slots):
             break
-    copy_in, compute, copy_out, enqueue = np.array(rows, np.float64).reshape(-1, 4).T
-    return Timings(copy_in, compute, copy_out, enqueue, wall_s=last - (first or begin))
+    return timings_of(np.array(rows, np.float64).reshape(-1, 5), last - (first or begin))
 
 
 def _start(lane: Lane, graph: Any, query: _Query, cuda: Cuda, switches: Switches) -> None:
@@ -209,7 +222,7 @@ def _start(lane: Lane, graph: Any, query: _Query, cuda: Cuda, switches: Switches
     query.is_pending = True
 
 
-def _finish(query: _Query, cuda: Cuda, rows: list[tuple[float, float, float, float]], warm: float) -> float:
+def _finish(query: _Query, cuda: Cuda, rows: list[tuple[float, ...]], warm: float) -> float:
     """Waits for a query and notes its times, unless it began during the warm-up. Returns when it ended."""
     cuda.wait_for(query.end)
     ended = time.perf_counter()
@@ -221,6 +234,7 @@ def _finish(query: _Query, cuda: Cuda, rows: list[tuple[float, float, float, flo
                 cuda.elapsed_ms(query.copied_in, query.computed),
                 cuda.elapsed_ms(query.computed, query.end),
                 query.enqueue_ms,
+                (ended - query.began) * 1000,
             )
         )
     return ended

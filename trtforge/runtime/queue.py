@@ -1,7 +1,12 @@
-"""What a server with a dynamic batcher would make of an engine: requests wait for a batch, batches wait for the GPU."""
+"""The rule by which a dynamic batcher forms batches of requests, and what it makes of an engine whose latencies are known.
+
+`trtforge.runtime.serve` follows the same rule with a real engine and the wall clock.
+"""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +16,67 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Cost = Callable[[int, int], float]
 """(first, end) -> milliseconds of a batch of the requests from `first` up to, and without, `end`."""
+Cell = tuple[int, ...]
+"""Index of a level, for each size."""
 
-_STEPS = 24
+_STEPS = 14
+_SPEEDS = (1e-3, 1e4)
+_FIRST_STEP = 1.25
 _MOST_LEVELS = 8
+_MOST_REQUESTS = 200_000
+
+
+class Batcher:
+    """Forms batches of requests in the order of their arrival.
+
+    A batch starts once no other is under way and it is full or its first request has waited for the window; it takes what has
+    arrived by then. This is what Triton's dynamic batcher does with `max_queue_delay_microseconds` and one instance.
+    Nothing that has not arrived yet decides.
+
+    Attributes:
+        arrivals_ms: of each request, ascending.
+    """
+
+    def __init__(self, arrivals_s: Array, weights: Array, *, window_ms: float, max_batch: int) -> None:
+        """Takes the requests.
+
+        Args:
+            arrivals_s: seconds, ascending, (requests,), at least one.
+            weights: each request's own batch size, 1 or more, (requests,). One above `max_batch` is a batch of its own.
+            window_ms: how long the first request waits for others.
+            max_batch: largest sum of weights in a batch.
+        """
+        self.arrivals_ms: list[float] = (np.asarray(arrivals_s, np.float64) * 1000).tolist()
+        self._before: list[int] = [0, *np.cumsum(weights).tolist()]
+        self._window_ms, self._max_batch = window_ms, max_batch
+
+    def next(self, first: int) -> tuple[float, int]:
+        """When the batch that begins with `first` may start, in ms, and the end of what fits into it."""
+        room = self._before[first] + self._max_batch
+        most = max(bisect_right(self._before, room) - 1, first + 1)
+        if self._before[most] >= room:
+            full_at = self.arrivals_ms[most - 1]
+        else:  # with the request that is one too many
+            full_at = self.arrivals_ms[most] if most < len(self.arrivals_ms) else np.inf
+        return min(self.arrivals_ms[first] + self._window_ms, full_at), most
+
+    def arrived(self, at_ms: float, most: int) -> int:
+        """The end of what has arrived at a time, `most` at most."""
+        return min(bisect_right(self.arrivals_ms, at_ms, hi=most), most)
+
+    def weight(self, first: int, end: int) -> int:
+        """Sum of the batch sizes of requests."""
+        return self._before[end] - self._before[first]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A log as it would have been served.
+    """A log as it was, or would have been, served.
 
     Attributes:
         latency_ms: of each request from arrival to answer, float64 (requests,).
         batch_sizes: of each batch, in order, in the requests' own batch sizes.
-        busy: share of the time that the GPU computed, 0 to 1.
+        busy: share of the time that a batch was under way, 0 to 1.
     """
 
     latency_ms: Array
@@ -31,79 +84,98 @@ class Replay:
     busy: float
 
 
-def replay(arrivals_s: Array, weights: Array, cost: Cost, *, window_ms: float, max_batch: int) -> Replay:
-    """Serves requests in the order of their arrival.
-
-    A batch starts once the GPU is free and it is full or its first request has waited for `window_ms`; it takes what has
-    arrived by then. This is what Triton's dynamic batcher does with `max_queue_delay_microseconds` and one instance.
+def replay(batcher: Batcher, cost: Cost) -> Replay:
+    """Serves requests by the batcher's rule, with known costs.
 
     Args:
-        arrivals_s: seconds, ascending, (requests,), at least one.
-        weights: each request's own batch size, 1 or more, (requests,). One above `max_batch` is a batch of its own.
+        batcher: of the requests.
         cost: of a batch; infinity where it cannot be computed, and then nothing after it is.
-        window_ms: how long the first request waits for others.
-        max_batch: largest sum of weights in a batch.
     """
-    arrivals = np.asarray(arrivals_s, np.float64) * 1000
-    before = np.concatenate([[0], np.cumsum(weights)])
-    latency = np.empty_like(arrivals)
-    sizes: list[int] = []
+    num_requests = len(batcher.arrivals_ms)
+    ends: list[tuple[int, float]] = []
     free_at, busy, first = 0.0, 0.0, 0
-    while first < len(arrivals):
-        room = before[first] + max_batch
-        most = max(int(np.searchsorted(before, room, side="right")) - 1, first + 1)
-        start = max(free_at, min(arrivals[first] + window_ms, _full_at(arrivals, most, is_full=before[most] >= room)))
-        end = min(int(np.searchsorted(arrivals, start, side="right")), most)
+    while first < num_requests:
+        ready_at, most = batcher.next(first)
+        start = max(free_at, ready_at)
+        end = batcher.arrived(start, most)
         spent = cost(first, end)
-        if np.isinf(spent):
-            latency[first:] = np.inf
-            return Replay(latency, tuple(sizes), 1.0)
+        if spent == np.inf:
+            ends.append((num_requests, spent))
+            return replayed(batcher, ends, 1.0)
         free_at = start + spent
-        latency[first:end] = free_at - arrivals[first:end]
-        sizes.append(int(before[end] - before[first]))
+        ends.append((end, free_at))
         busy += spent
         first = end
-    return Replay(latency, tuple(sizes), min(busy / max(free_at - arrivals[0], 1e-9), 1.0))
+    return replayed(batcher, ends, busy / max(free_at - batcher.arrivals_ms[0], 1e-9))
 
 
-def _full_at(arrivals: Array, most: int, *, is_full: bool) -> float:
-    """When a batch that can take the requests before `most` is full: with its last one, or with one too many."""
-    if is_full:
-        return float(arrivals[most - 1])
-    return float(arrivals[most]) if most < len(arrivals) else np.inf
+def replayed(batcher: Batcher, ends: Sequence[tuple[int, float]], busy: float) -> Replay:
+    """What came of batches, of which the end and the milliseconds at which they were done are known, in order."""
+    bounds = [0, *(end for end, _ in ends)]
+    done = np.repeat([at for _, at in ends], np.diff(bounds))
+    sizes = tuple(batcher.weight(first, end) for first, end in itertools.pairwise(bounds))
+    return Replay(np.asarray(done - np.array(batcher.arrivals_ms)), sizes, min(busy, 1.0))
 
 
-def most_qps(
-    arrivals_s: Array,
-    weights: Array,
-    cost: Cost,
-    *,
-    window_ms: float,
-    max_batch: int,
-    limit_ms: float,
-    percentile: float = 99.0,
-) -> float:
-    """Requests a second at which the log's pattern still holds the limit: the log is played faster or slower.
+def paced(arrivals_s: Array, speed: float, seconds: float) -> tuple[Array, Array]:
+    """A log played faster or slower for some time: cut where it is longer, and begun anew where it is shorter.
+
+    Args:
+        arrivals_s: seconds, ascending from 0, (requests,).
+        speed: 2 is twice as fast.
+        seconds: how long; 200,000 requests at most.
 
     Returns:
-        The rate, by bisection to 1 %; 0 where even a log played a thousand times slower misses the limit.
+        Which requests of the log come, and at which second, (played,) each.
     """
-    arrivals = np.asarray(arrivals_s, np.float64)
-    arrivals = arrivals - arrivals[0]
-    span = max(float(arrivals[-1]), 1e-9)
+    count = len(arrivals_s)
+    gap = max(float(arrivals_s[-1]), 1e-9) / max(count - 1, 1)
+    period = (float(arrivals_s[-1]) + gap) / speed
+    rounds = min(int(np.ceil(seconds / period)), _MOST_REQUESTS // count + 1)
+    which = np.tile(np.arange(count), rounds)
+    times = (np.arange(rounds)[:, None] * period + arrivals_s / speed).reshape(-1)
+    keep = min(max(int(np.searchsorted(times, seconds, side="right")), 1), _MOST_REQUESTS)
+    return which[:keep], times[:keep]
 
-    def holds(speed: float) -> bool:
-        played = replay(arrivals / speed, weights, cost, window_ms=window_ms, max_batch=max_batch)
-        is_served = bool(np.isfinite(played.latency_ms[-1]))
-        return is_served and float(np.percentile(played.latency_ms, percentile)) <= limit_ms
 
-    low, high = 1e-3, 1e4
+def highest_speed(holds: Callable[[float], bool]) -> float:
+    """The highest speed from 0.001 to 10,000 that holds, by bisection to 0.1 %; 0 where none does."""
+    low, high = _SPEEDS
     if not holds(low):
         return 0.0
     for _ in range(_STEPS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
-    return len(arrivals) / span * low
+    return low
+
+
+def confirmed_speed(proposed: float, holds: Callable[[float], bool], tries: int) -> float:
+    """The highest speed that was seen to hold, near one that was computed.
+
+    Steps of 25 % away from the proposed speed, until one holds and one does not, then halves; each a try.
+
+    Args:
+        proposed: above 0.
+        holds: a real run.
+        tries: how many runs.
+
+    Returns:
+        A speed that held; 0 where none did.
+    """
+    low, high = 0.0, float("inf")
+    speed = proposed
+    for _ in range(tries):
+        if holds(speed):
+            low = speed
+        else:
+            high = speed
+        if np.isinf(high):
+            speed = low * _FIRST_STEP
+        elif low == 0.0:
+            speed = high / _FIRST_STEP
+        else:
+            speed = (low * high) ** 0.5
+    return low
 
 
 def levels(sizes: Array, batch: int, max_batch: int) -> list[Array]:
@@ -130,20 +202,25 @@ def _quantiles(column: Array) -> Array:
     return np.unique(np.quantile(column, np.arange(1, _MOST_LEVELS + 1) / _MOST_LEVELS, method="higher"))
 
 
-def padded_cost(sizes: Array, batch: int, levels_of: Sequence[Array], grid_ms: Array) -> Cost:
-    """Cost of batches that are padded to the next measured size: batch sizes add up, of others the largest counts.
+def padded(sizes: Array, batch: int, levels_of: Sequence[Array]) -> Callable[[int, int], Cell]:
+    """To what a batch of the requests from `first` up to, and without, `end` is padded: the next levels.
+
+    Batch sizes add up; of others the largest counts.
 
     Args:
         sizes: (requests, names).
         batch: column of the batch size.
         levels_of: by column, ascending.
-        grid_ms: measured milliseconds, one axis for each column.
     """
+    places = [
+        np.searchsorted(level, column).tolist() for level, column in zip(levels_of, np.transpose(sizes), strict=True)
+    ]
+    before: list[int] = [0, *np.cumsum(sizes[:, batch]).tolist()]
+    batches: list[int] = levels_of[batch].tolist()
 
-    def cost(first: int, end: int) -> float:
-        needed = sizes[first:end].max(axis=0)
-        needed[batch] = sizes[first:end, batch].sum()
-        at = tuple(int(np.searchsorted(level, size)) for level, size in zip(levels_of, needed, strict=True))
-        return float(grid_ms[at])
+    def cell(first: int, end: int) -> Cell:
+        found = [max(column[first:end]) for column in places]
+        found[batch] = bisect_left(batches, before[end] - before[first])
+        return tuple(found)
 
-    return cost
+    return cell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from trtforge.errors import (
 from trtforge.gpu_models import compute_capability_number
 from trtforge.machine import GpuFacts, machine_facts
 from trtforge.profile_choice import is_inside, profile_for
+from trtforge.release.later_versions import last_major, reaches, version_parts
 from trtforge.release.manifest import Artifact, Manifest, ProfileRecord, RangeRecord, read_manifest
 from trtforge.runtime.lane import Lane
 from trtforge.types import Profile, ShapeRange
@@ -42,11 +43,13 @@ class EngineSession:
     """Loads one engine of a bundle and runs it, each request in the profile that `profile_for` names.
 
     Guarantees: the engine's bytes are those of the manifest before TensorRT sees them; it is for this GPU's compute
-    capability and this TensorRT version. Not for several threads at once; `lane` gives independent ones.
+    capability, and for this TensorRT version or an earlier one that it is compatible with. Not for several threads at
+    once; `lane` gives independent ones.
 
     Attributes:
         artifact: the engine's entry in the manifest.
         gpu: what it runs on.
+        tensorrt: what runs it, with its version: `tensorrt 8.6.1`, `tensorrt_dispatch 10.16.1.11`.
         warnings: what is allowed and worth knowing, such as another GPU model of the same compute capability.
         engine_bytes: GPU memory that loading took, as the driver counts it.
 
@@ -57,12 +60,16 @@ class EngineSession:
 
     artifact: Artifact
     gpu: GpuFacts
+    tensorrt: str
     warnings: tuple[str, ...]
     engine_bytes: int
 
-    def __init__(self, trt: Any, cuda: Cuda, artifact: Artifact, gpu: GpuFacts, warnings: tuple[str, ...]) -> None:
+    def __init__(
+        self, trt: Any, name: str, cuda: Cuda, artifact: Artifact, gpu: GpuFacts, warnings: tuple[str, ...]
+    ) -> None:
         """Use `open`."""
         self._trt, self.cuda, self.artifact, self.gpu, self.warnings = trt, cuda, artifact, gpu, warnings
+        self.tensorrt = f"{name} {trt.__version__}"
         self.profiles = tuple(_profile(record) for record in artifact.profiles)
         self._lanes: dict[tuple[str, Hashable], Lane] = {}
         self.engine: Any = None
@@ -76,6 +83,7 @@ class EngineSession:
         identifier: str | None = None,
         cuda_library: str | None = None,
         device: int = 0,
+        runtime: str | None = None,
         plugins: Sequence[Path] = (),
         allow_host_code: bool = False,
     ) -> Self:
@@ -86,6 +94,8 @@ class EngineSession:
             identifier: which engine, where several are for this GPU.
             cuda_library: "cuda-python" or "pycuda"; by default the first that is installed.
             device: CUDA's index of the GPU.
+            runtime: "tensorrt", or "tensorrt_lean" or "tensorrt_dispatch" for a version-compatible engine; by default
+                the first of them that is installed.
             plugins: libraries that the engine needs, whose digests stand in the manifest.
             allow_host_code: whether a version-compatible engine may bring its own runtime library, which is native
                 code that runs in this process.
@@ -97,9 +107,14 @@ class EngineSession:
         manifest = read_manifest(manifest_path)
         gpu = _gpu(device)
         artifact = _artifact(manifest, gpu, identifier, manifest_path)
-        trt = _tensorrt(artifact)
-        warnings = _refuse_other_machine(artifact, gpu, trt.__version__, manifest_path)
-        session = cls(trt, open_cuda(cuda_library, device), artifact, gpu, warnings)
+        if artifact.settings.get("version_compatible") and not allow_host_code:
+            raise CapabilityError(
+                f"{artifact.identifier} is version-compatible: it brings native code that would run in this process",
+                next_step="add --allow-host-code, if you trust where it was built",
+            )
+        name, trt = _tensorrt(artifact, runtime)
+        warnings = _refuse_other_machine(artifact, gpu, name, trt.__version__, manifest_path)
+        session = cls(trt, name, open_cuda(cuda_library, device), artifact, gpu, warnings)
         try:
             session._load(manifest_path.parent / artifact.file, plugins, allow_host_code=allow_host_code)
         except BaseException:
@@ -108,11 +123,6 @@ class EngineSession:
         return session
 
     def _load(self, path: Path, plugins: Sequence[Path], *, allow_host_code: bool) -> None:
-        if self.artifact.settings.get("version_compatible") and not allow_host_code:
-            raise CapabilityError(
-                f"{self.artifact.identifier} is version-compatible: it brings native code that would run in this process",
-                next_step="add --allow-host-code, if you trust where it was built",
-            )
         data = _checked_bytes(path, self.artifact)
         log = _log(self._trt)
         _load_plugins(self._trt, log, plugins, self.artifact)
@@ -139,7 +149,9 @@ class EngineSession:
         return max(self._free_bytes - self.cuda.memory()[0], 0)
 
     def layers_json(self) -> str:
-        """The engine's layers as TensorRT's inspector tells them, in JSON."""
+        """The engine's layers as TensorRT's inspector tells them, in JSON; none of them where the runtime has no inspector."""
+        if not hasattr(self._trt, "EngineInspector"):
+            return '{"Layers": []}'
         text: str = self.engine.create_engine_inspector().get_engine_information(self._trt.LayerInformationFormat.JSON)
         return text
 
@@ -238,25 +250,70 @@ def _gpu(device: int) -> GpuFacts:
     return facts.gpus[device]
 
 
-def _tensorrt(artifact: Artifact) -> Any:
-    """The module of the backend.
+def _full() -> Any:
+    import tensorrt  # noqa: PLC0415 - where an engine needs it
+
+    return tensorrt
+
+
+def _lean() -> Any:
+    try:
+        import tensorrt_lean  # noqa: PLC0415 - where an engine needs it
+    except ModuleNotFoundError:
+        import tensorrt_lean_bindings as tensorrt_lean  # noqa: PLC0415 - all that the wheel of the bindings alone brings
+    return tensorrt_lean
+
+
+def _dispatch() -> Any:
+    try:
+        import tensorrt_dispatch  # noqa: PLC0415 - where an engine needs it
+    except ModuleNotFoundError:
+        import tensorrt_dispatch_bindings as tensorrt_dispatch  # noqa: PLC0415 - as for the lean runtime
+    return tensorrt_dispatch
+
+
+def _rtx() -> Any:
+    import tensorrt_rtx  # noqa: PLC0415 - where an engine needs it
+
+    return tensorrt_rtx
+
+
+_RUNTIMES: Final[Mapping[str, Callable[[], Any]]] = {
+    "tensorrt": _full,
+    "tensorrt_lean": _lean,
+    "tensorrt_dispatch": _dispatch,
+    "tensorrt_rtx": _rtx,
+}
+_COMPATIBLE: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
+"""Runtimes of version-compatible engines. Source: TensorRT documentation, "Runtimes": lean and dispatch run no others."""
+
+
+def _tensorrt(artifact: Artifact, runtime: str | None) -> tuple[str, Any]:
+    """Name and module of the runtime asked for, or of the first that is installed.
 
     Raises:
-        CapabilityError: it is not installed.
+        CapabilityError: the engine does not run in it, or it is not installed.
     """
-    try:
-        if artifact.backend == "tensorrt_rtx":
-            import tensorrt_rtx  # noqa: PLC0415 - where an engine needs it
-
-            return tensorrt_rtx
-        import tensorrt  # noqa: PLC0415 - where an engine needs it
-    except ImportError as error:
+    names = _COMPATIBLE if artifact.settings.get("version_compatible") else (artifact.backend,)
+    if runtime not in (None, *names):
         raise CapabilityError(
-            f"{artifact.identifier} needs {artifact.backend} {artifact.backend_version}, which is not installed",
-            detail=[str(error)],
-            next_step=f"pip install {artifact.backend}=={artifact.backend_version}",
-        ) from None
-    return tensorrt
+            f"{artifact.identifier} runs in {' or '.join(names)}, found runtime '{runtime}'",
+            next_step="trtforge build SPEC  # with builder: {version_compatible: true}"
+            if runtime in _COMPATIBLE
+            else f"name one of: {', '.join(names)}",
+        )
+    missing = []
+    for name in names if runtime is None else (runtime,):
+        try:
+            return name, _RUNTIMES[name]()
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    wanted = f"{runtime or artifact.backend} {artifact.backend_version}"
+    raise CapabilityError(
+        f"{artifact.identifier} needs {wanted}, which is not installed",
+        detail=missing,
+        next_step=f"pip install {wanted.replace(' ', '==')}",
+    )
 
 
 def _load_plugins(trt: Any, log: Any, plugins: Sequence[Path], artifact: Artifact) -> None:
@@ -269,7 +326,7 @@ def _load_plugins(trt: Any, log: Any, plugins: Sequence[Path], artifact: Artifac
             detail=[f"given: {path} {digest[:12]}" for digest, path in found.items()],
             next_step="add --plugin LIBRARY.so, the one that it was built with",
         )
-    if artifact.plugins:
+    if artifact.plugins and hasattr(trt, "init_libnvinfer_plugins"):  # the small runtimes have none
         trt.init_libnvinfer_plugins(log, "")
     for digest in artifact.plugins:
         try:
@@ -321,7 +378,9 @@ def _artifact(manifest: Manifest, gpu: GpuFacts, identifier: str | None, manifes
     )
 
 
-def _refuse_other_machine(artifact: Artifact, gpu: GpuFacts, version: str, manifest_path: Path) -> tuple[str, ...]:
+def _refuse_other_machine(
+    artifact: Artifact, gpu: GpuFacts, runtime: str, version: str, manifest_path: Path
+) -> tuple[str, ...]:
     """What must agree before TensorRT sees an engine; what may differ is returned as warnings."""
     problems = []
     code = CapabilityError.exit_code
@@ -339,12 +398,14 @@ def _refuse_other_machine(artifact: Artifact, gpu: GpuFacts, version: str, manif
                 code,
             )
         )
-    built, here = artifact.backend_version.split("."), version.split(".")
-    if built[: len(here)][:3] != here[:3] and not artifact.settings.get("version_compatible"):
+    if not _is_for_version(artifact, version):
+        built = version_parts(artifact.backend_version)
+        later = f" to {last_major(built)}.x" if artifact.settings.get("version_compatible") else ""
         problems.append(
             Problem(
-                f"{artifact.identifier} is for {artifact.backend} {artifact.backend_version}, and {version} is installed",
-                f"pip install {artifact.backend}=={artifact.backend_version}",
+                f"{artifact.identifier} is for {artifact.backend} {artifact.backend_version}{later}, and {version} "
+                "is installed",
+                f"pip install {runtime}=={artifact.backend_version}",
                 Where(manifest_path),
                 (),
                 code,
@@ -355,6 +416,12 @@ def _refuse_other_machine(artifact: Artifact, gpu: GpuFacts, version: str, manif
     if on is not None and on.device_name != gpu.device_name:
         return (f"{artifact.identifier} was built and timed on {on.device_name}, and this is {gpu.device_name}",)
     return ()
+
+
+def _is_for_version(artifact: Artifact, version: str) -> bool:
+    built, found = version_parts(artifact.backend_version), version_parts(version)
+    is_same = built[: len(found)][:3] == found[:3]
+    return is_same or (bool(artifact.settings.get("version_compatible")) and reaches(built, found))
 
 
 def _checked_bytes(path: Path, artifact: Artifact) -> bytes:
