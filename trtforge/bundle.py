@@ -20,8 +20,6 @@ from trtforge.spec.load import SpecFile
 from trtforge.stages import Stage
 from trtforge.types import BuildUnit, BuiltEngine, Graph, Profile, TensorSpec
 
-_NOT_RUN = "an engine runs on its GPU only, and this build used none"
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltUnit:
@@ -95,6 +93,7 @@ def make_manifest(
     missing: Iterable[MissingTarget],
     stages: Iterable[Stage],
     onnxruntime: str,
+    performance: released.PerformanceRecord | released.NotRun,
 ) -> released.Manifest:
     """The manifest of one run, before engines of earlier runs join it."""
     built = tuple(built)
@@ -141,7 +140,7 @@ def make_manifest(
         lowering=evidence.lowering,
         parity=evidence.parity,
         accuracy=evidence.accuracy,
-        performance=released.NotRun(reason=_NOT_RUN),
+        performance=performance,
         missing=tuple(
             released.MissingTarget(
                 identifier=entry.identifier,

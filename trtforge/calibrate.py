@@ -59,6 +59,8 @@ def calibrate(
     """
     calibration = spec_file.spec.calibration
     assert calibration is not None  # noqa: S101 - the caller looked
+    assert calibration.method != "tensorrt_entropy"  # noqa: S101 - nor is it TensorRT's own
+    assert calibration.method != "tensorrt_minmax"  # noqa: S101
     data = open_calibration(spec_file, graph, profiles, digest_of=digest_of)
     rows = _Rows(data, stages)
     observed = observe(

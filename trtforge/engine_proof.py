@@ -15,9 +15,10 @@ from trtforge.backends.inspection import engine_layers
 from trtforge.errors import IntegrityError, SpecError, Where
 from trtforge.events import Event
 from trtforge.parity.staged import OnnxRunner, compare_stage
-from trtforge.pipeline import Plan, Run, make_plan
+from trtforge.planning import Plan, make_plan
 from trtforge.reference import ReferenceSession
 from trtforge.release.manifest import read_manifest
+from trtforge.run import Run
 from trtforge.runtime.session import EngineSession
 
 if TYPE_CHECKING:
@@ -37,10 +38,9 @@ class EngineRunner:
     @property
     def facts(self) -> dict[str, str]:
         """GPU, TensorRT and the CUDA library."""
-        artifact = self.session.artifact
         return {
             "gpu": self.session.gpu.device_name,
-            artifact.backend: artifact.backend_version,
+            "tensorrt": self.session.tensorrt,
             "cuda": self.session.cuda.name,
         }
 
@@ -76,6 +76,7 @@ def prove_engine(
     identifier: str | None,
     cuda_library: str | None,
     device: int,
+    runtime: str | None,
     allow_host_code: bool,
 ) -> EngineProof:
     """Runs the engine for the GPU at hand on the spec's samples and on generated inputs over all profiles.
@@ -87,6 +88,7 @@ def prove_engine(
         identifier: which engine, where several fit.
         cuda_library: "cuda-python", "pycuda", or what is installed.
         device: CUDA's index of the GPU.
+        runtime: see `EngineSession.open`.
         allow_host_code: whether a version-compatible engine may run native code that it brings.
 
     Raises:
@@ -102,6 +104,7 @@ def prove_engine(
         cuda_library=cuda_library,
         device=device,
         plugins=plan.spec_file.spec.plugins,
+        runtime=runtime,
         allow_host_code=allow_host_code,
     ) as session:
         candidate = EngineRunner(session.artifact.identifier, session)

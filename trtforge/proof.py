@@ -12,6 +12,7 @@ from typing import Any
 from trtforge import quality
 from trtforge.errors import ParityError, Problem, SpecError
 from trtforge.events import Event
+from trtforge.evidence import calibrated_of
 from trtforge.files import explained
 from trtforge.graph.ingest import ingest
 from trtforge.lowering import lower_graph
@@ -21,9 +22,10 @@ from trtforge.parity.report import ParityReport, not_run, rejudge
 from trtforge.parity.staged import OnnxRunner, ParityInput, compare_stage
 from trtforge.parity.subgraph import extract, write
 from trtforge.parity.tolerances import Stage
-from trtforge.pipeline import Plan, Run, calibrated_of
 from trtforge.plain import from_plain
+from trtforge.planning import Plan
 from trtforge.reference import ReferenceSession
+from trtforge.run import Run
 from trtforge.spec.load import SpecFile, load_spec
 from trtforge.types import Graph
 

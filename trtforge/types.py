@@ -241,10 +241,11 @@ class BuiltEngine:
         inputs, outputs: as the parsed network has them (dtypes after the parser's own narrowing).
         builder_flags: names of the builder flags that were set.
         peak_memory_bytes: largest resident memory of the process that built it, 0 where the system does not tell.
-        timing_cache_digest: SHA-256 of the timing cache after the build, None where none was kept.
+        timing_cache_digest: SHA-256 of the timing cache as the build used it, None without one.
         trtexec: the command of TensorRT's own tool that asks for the same engine, "" where there is none.
         notes: what the build found out besides, one sentence each.
         weighted_layers: of the parsed network, where the builder keeps its types; else empty.
+        tactics: (layer, tactic) pairs of the engine, where it tells; else empty.
     """
 
     path: Path
@@ -260,3 +261,4 @@ class BuiltEngine:
     trtexec: str = ""
     notes: tuple[str, ...] = ()
     weighted_layers: tuple[NetworkLayers, ...] = ()
+    tactics: tuple[tuple[str, str], ...] = ()

@@ -76,6 +76,8 @@ class StandIn:
                 body[name] = enum.IntEnum("Severity", {level: place for place, level in enumerate(_SEVERITIES)})
             elif signature != "property" and name != "__init__":
                 body[name] = self._method(kind, name, signature)
+        if f"{kind}.__str__" in self.methods:  # the data have none of Python's own methods
+            body["__str__"] = self.methods[f"{kind}.__str__"]
         start = self.methods.get(f"{kind}.__init__")
         body["__init__"] = lambda this, *arguments: (
             self.note(f"{kind}({', '.join(map(shown, arguments))})"),

@@ -9,8 +9,10 @@ import _ctypes
 import json
 import os
 from dataclasses import replace
+from hashlib import md5, sha256
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
@@ -18,8 +20,8 @@ from stand_in import VERSIONS, StandIn
 
 from trtforge.backends import tensorrt
 from trtforge.backends.capabilities import capability
-from trtforge.backends.surroundings import Surroundings
-from trtforge.errors import BuildError, CapabilityError, TrtForgeError
+from trtforge.backends.surroundings import CalibrationBatches, Recorded, Surroundings
+from trtforge.errors import BuildError, CalibrationError, CapabilityError, TrtForgeError
 from trtforge.graph.ingest import ingest
 from trtforge.types import BuildUnit, Profile, ShapeRange
 
@@ -155,7 +157,7 @@ class Bench:
         monkeypatch.setenv("STAND_IN_NETWORK", str(self.network_path))
         self.set = monkeypatch.setenv
 
-    def build(self, text, what, around=Surroundings()):  # noqa: B008 - frozen
+    def build(self, text, what, around=Surroundings(), on_event=lambda _event: None):  # noqa: B008 - frozen
         self.set("STAND_IN_VERSION", what.backend_version)
         path = self.folder / "net.onnx"
         model = onnx.parser.parse_model(text)
@@ -165,7 +167,7 @@ class Bench:
         work_dir = self.folder / "work"
         work_dir.mkdir(exist_ok=True)
         graph = ingest(path, self.folder / "ingest")
-        return tensorrt.build(what, graph, work_dir, lambda _: None, 60, around)
+        return tensorrt.build(what, graph, work_dir, on_event, 60, around)
 
     def trace(self):
         """The calls, without those that only ask what the parser found."""
@@ -296,8 +298,185 @@ def test_a_timing_cache_that_cannot_be_kept_costs_a_warning_only(bench):
 
     engine = bench.build(DYNAMIC, unit("8.6.1", DYNAMIC_PROFILES), Surroundings(timing_cache=path))
 
-    assert engine.timing_cache_digest is None
+    assert engine.timing_cache_digest == sha256(b"timing of 8.6.1").hexdigest()
     assert [message.text.partition(": ")[0] for message in engine.messages] == [f"timing cache {path} is not kept"]
+
+
+EDITABLE = [version for version in VERSIONS if capability("tensorrt", version).locked_builds == ""]
+DETAILED = {**PLAIN, "profiling_verbosity": "detailed"}
+
+
+def test_builds_can_be_locked_where_timing_caches_are_editable():
+    flags = {version: StandIn(version, lambda _line: None, {}).names["BuilderFlag"].__members__ for version in VERSIONS}
+
+    assert [version for version in VERSIONS if "EDITABLE_TIMING_CACHE" in flags[version]] == EDITABLE
+    assert all("ERROR_ON_TIMING_CACHE_MISS" in flags[version] for version in EDITABLE)
+
+
+def recorded_build(bench, version, settings=PLAIN):
+    """A first build, in which tactic 1 was the fastest of each operator."""
+    record = bench.folder / "record.timing"
+    around = Surroundings(timing_cache=bench.folder / "timing" / "h200.cache", timing_record=record)
+    engine = bench.build(TYPED, unit(version, TYPED_PROFILE, settings), around)
+    assert engine.timing_cache_digest == sha256(record.read_bytes()).hexdigest()
+    bench.set("STAND_IN_TACTIC", "2")
+    return engine, Surroundings(recorded=Recorded(record, dict(engine.tactics)))
+
+
+@pytest.mark.parametrize("version", EDITABLE)
+def test_a_locked_build_takes_the_recorded_tactics(bench, version):
+    first, locked = recorded_build(bench, version, DETAILED)
+
+    again = bench.build(TYPED, unit(version, TYPED_PROFILE, DETAILED), locked)
+
+    assert matches(f"locked-{version}", f"{bench.trace()}\n{again.trtexec}\n")
+    assert again.builder_flags == ("EDITABLE_TIMING_CACHE", "ERROR_ON_TIMING_CACHE_MISS")
+    assert again.tactics == first.tactics
+    assert set(dict(again.tactics).values()) == {"kernel_1"}
+    assert again.timing_cache_digest == first.timing_cache_digest
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_tactic_that_was_not_recorded_ends_a_locked_build(bench, passes):
+    _, locked = recorded_build(bench, "10.9.0.34")
+    if passes:
+        bench.set("STAND_IN_LETS_MISSES_PASS", "1")
+
+    with pytest.raises(BuildError) as caught:
+        bench.build(TYPED.replace("[second]", "[third]"), unit("10.9.0.34", TYPED_PROFILE), locked)
+
+    (problem,) = caught.value.problems
+    names = ["third_shuffle", "third"][: 2 if passes else 1]
+    found = [f"no tactic of '{name}' (key 0x{md5(name.encode()).hexdigest()})" for name in names]  # noqa: S324
+    assert problem.detail == tuple(found)
+    assert f"does not follow the recorded timing cache: {len(found)} of its tactics differ" in problem.summary
+    assert "without --locked" in problem.next_step
+    assert not list((bench.folder / "work").glob("*.engine"))
+
+
+def test_another_tactic_than_the_recorded_ends_a_locked_build(bench):
+    _, locked = recorded_build(bench, "11.0.0.114")
+    bench.set("STAND_IN_FORGETS", "1")
+    bench.set("STAND_IN_LETS_MISSES_PASS", "1")
+
+    with pytest.raises(BuildError) as caught:
+        bench.build(TYPED, unit("11.0.0.114", TYPED_PROFILE), locked)
+
+    assert caught.value.problems[0].detail[0].startswith("another tactic of 'to_16' (key 0x")
+    assert caught.value.problems[0].detail[0].endswith(": 0x2, recorded 0x1")
+
+
+def test_an_engine_that_tells_another_tactic_than_the_recorded_one_ends_a_locked_build(bench):
+    _, locked = recorded_build(bench, "10.9.0.34", DETAILED)
+    told = {**locked.recorded.tactics, "first": "kernel_7"}
+    locked = replace(locked, recorded=replace(locked.recorded, tactics=told))
+
+    with pytest.raises(BuildError, match=f"1 of {len(told)} layers have another tactic") as caught:
+        bench.build(TYPED, unit("10.9.0.34", TYPED_PROFILE, DETAILED), locked)
+
+    assert caught.value.problems[0].detail == ("layer 'first': kernel_1, recorded kernel_7",)
+
+
+def test_a_recorded_timing_cache_of_another_version_is_refused(bench):
+    _, locked = recorded_build(bench, "10.9.0.34")
+    locked.recorded.timing_cache.write_bytes(b"timing of 10.13.3.9")
+
+    with pytest.raises(CapabilityError, match=r"tensorrt 10\.9\.0\.34 does not take the recorded timing cache"):
+        bench.build(TYPED, unit("10.9.0.34", TYPED_PROFILE), locked)
+
+
+def test_a_recorded_timing_cache_without_tactics_is_refused(bench):
+    _, locked = recorded_build(bench, "11.4.0.106")
+    locked.recorded.timing_cache.write_bytes(b"timing of 11.4.0.106")
+
+    with pytest.raises(CapabilityError, match="the recorded timing cache holds no tactics"):
+        bench.build(TYPED, unit("11.4.0.106", TYPED_PROFILE), locked)
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version not in EDITABLE])
+def test_older_versions_lock_nothing(bench, version):
+    (bench.folder / "record.timing").write_bytes(b"")
+    locked = Surroundings(recorded=Recorded(bench.folder / "record.timing"))
+
+    with pytest.raises(CapabilityError, match=r"no locked build: TensorRT has timing caches .* from 10\.8 on"):
+        bench.build(TYPED, unit(version, TYPED_PROFILE), locked)
+
+    assert bench.trace() == ""
+
+
+def batches(bench, values, num_batches=3):
+    """Batches of 8 rows of `x`; the file of the other input is empty, as the parser's stand-in does not ask for it."""
+    path = bench.folder / "x.raw"
+    path.write_bytes(values.astype("<f4").tobytes())
+    bench.set("STAND_IN_BATCH_SIZES", "32")
+    return CalibrationBatches("EntropyCalibration2", {"x": path}, {"x": 8 * 4 * 4}, 8, num_batches)
+
+
+STREAMED = [version for version in VERSIONS if not capability("tensorrt", version).implicit_quantization]
+
+
+@pytest.mark.parametrize("version", STREAMED)
+@pytest.mark.parametrize("algorithm", ["EntropyCalibration2", "MinMaxCalibration"])
+def test_a_calibrator_of_the_builder_gets_every_batch_once(bench, version, algorithm):
+    cache = bench.folder / "net.calibration"
+    given = replace(batches(bench, np.arange(96)), algorithm=algorithm)
+    around = Surroundings(calibration_cache=cache, calibration_batches=given)
+
+    bench.build(TYPED, unit(version, TYPED_PROFILE, precision="int8"), around)
+
+    trace = bench.trace()
+    told = [line for line in trace.splitlines() if line.startswith("batch")]
+    values = [f"batch of ['x']: [{[float(i) for i in range(start, start + 32)]}]" for start in (0, 32, 64)]
+    assert told == ["batch size 8", *values]
+    assert cache.read_text() == f"TRT-8601-{algorithm}\nx: 3c010204\n"
+    if version in ("8.6.1", "10.16.1.11"):
+        assert matches(f"calibrated-{algorithm}-{version}", trace)
+
+
+def test_batches_are_events(bench):
+    given = batches(bench, np.arange(96))
+    events = []
+    around = Surroundings(calibration_cache=bench.folder / "net.calibration", calibration_batches=given)
+
+    bench.build(TYPED, unit("8.6.1", TYPED_PROFILE), around, events.append)
+
+    told = [event.text for event in events if event.text.startswith("calibration")]
+    assert (told[0], told[-1]) == ("calibration, batch 1 of 3", "calibration, batch 3 of 3")
+
+
+def failing_calibration(bench, error, given):
+    cache = bench.folder / "net.calibration"
+    with pytest.raises(error) as caught:
+        bench.build(
+            TYPED, unit("8.6.1", TYPED_PROFILE), Surroundings(calibration_cache=cache, calibration_batches=given)
+        )
+    assert not cache.exists()
+    assert not list((bench.folder / "work").glob("*.engine"))
+    return caught.value.problems[0]
+
+
+def test_batches_that_end_early_end_the_build(bench):
+    problem = failing_calibration(bench, CalibrationError, batches(bench, np.arange(95)))
+
+    assert "calibration stopped at batch 3 of 3: the file of batches of 'x' ended after 124 of 128" in problem.summary
+
+
+def test_an_exception_in_the_calibrator_is_the_error_of_the_build(bench):
+    given = batches(bench, np.arange(96))
+    given.files["x"].unlink()
+
+    problem = failing_calibration(bench, BuildError, given)
+
+    assert "calibration stopped at batch 1 of 3: FileNotFoundError: " in problem.summary
+    assert any("next_batch" in line or "Feed" in line for line in problem.detail)
+
+
+def test_a_gpu_that_is_full_is_named(bench):
+    bench.set("STAND_IN_CUDA_FREE", "100")
+
+    problem = failing_calibration(bench, CapabilityError, batches(bench, np.arange(96)))
+
+    assert "calibration stopped at batch 1 of 3: 0.0 MiB of GPU memory are needed" in problem.summary
 
 
 def test_plugins_are_loaded_before_the_model_is_parsed(bench, tmp_path):

@@ -13,11 +13,13 @@ import onnx
 import pytest
 from test_tensorrt_calls import DYNAMIC, parsed
 
-from trtforge import pipeline
+from trtforge import pipeline, planning
 from trtforge.calibration.table import write_table
 from trtforge.digests import file_digest
 from trtforge.errors import SeveralErrors, TrtForgeError
+from trtforge.evidence import calibration_table
 from trtforge.machine import GpuFacts, machine_facts
+from trtforge.run import open_run
 
 MODEL = DYNAMIC
 H200 = GpuFacts(0, "NVIDIA H200", "H200", "sm90", 132, 150_000_000_000, "GPU-1")
@@ -44,7 +46,7 @@ def project(tmp_path, monkeypatch):
     facts = machine_facts()
     packages = {**facts.packages, "tensorrt": "8.6.1"}
     here_now = replace(facts, gpus=(H200,), packages=packages, cuda_driver_version="580.1", cuda_version="13.0")
-    monkeypatch.setattr(pipeline, "machine_facts", lambda: here_now)
+    monkeypatch.setattr(planning, "machine_facts", lambda: here_now)
     for name, value in {
         "PYTHONPATH": f"{here / 'site'}:{here}",
         "STAND_IN_VERSION": "8.6.1",
@@ -192,8 +194,8 @@ def test_other_calibration_data_builds_anew(plain_project):
 def test_a_table_for_implicit_int8_has_every_tensor(plain_project):
     spec_path, table_path = plain_project / "net.yaml", plain_project / "net.table.json"
     spec_path.write_text(IMPLICIT)
-    with pipeline.open_run(spec_path, plain_project / "store", lambda _event: None) as run:
-        table = pipeline.calibration_table(spec_path, run)
+    with open_run(spec_path, plain_project / "store", lambda _event: None) as run:
+        table = calibration_table(spec_path, run)
     write_table(table, table_path)
     spec = IMPLICIT.replace("data: x.npz, method: minmax", "table: net.table.json")
     assert build(plain_project, spec).manifest.artifacts

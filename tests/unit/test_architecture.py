@@ -20,17 +20,21 @@ ROOT = Path(trtforge.__file__).parent
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("proof", "bench", "engine_proof"),
+    ("proof", "bench", "engine_proof", "replay", "peers"),
     ("pipeline",),
-    ("lowering",),
-    ("quality", "bundle", "calibrate", "demand"),
+    ("locking",),
+    ("evidence", "engines"),
+    ("planning",),
+    ("model_source", "performance"),
+    ("keys", "targets", "lowering"),
+    ("quality", "bundle", "calibrate", "builder_calibration", "demand"),
     ("parity", "runtime"),
     ("graph", "shapes", "backends", "release", "precision", "calibration", "traffic"),
-    ("samples",),
+    ("samples", "run", "bench_process"),
     ("reference", "wiring", "stages", "memo", "upkeep", "usercode"),
     ("spec", "machine", "store", "cuda"),
     ("profile_choice",),
-    ("types", "events", "files", "gpu_models", "plan_header", "plain"),
+    ("types", "events", "files", "gpu_models", "plan_header", "plain", "prometheus"),
     ("digests", "errors"),
 )
 """Packages and modules, top first. Each imports from layers below its own and from itself, never from a neighbour."""
@@ -38,8 +42,10 @@ LAYERS = (
 HOMES = {
     "tensorrt": ("backends/worker.py", "runtime/*"),
     "tensorrt_rtx": ("backends/worker.py", "runtime/*"),
+    "tensorrt_lean": ("runtime/*",),
+    "tensorrt_dispatch": ("runtime/*",),
     "onnxruntime": ("reference.py",),
-    "torch": ("graph/export*.py",),
+    "torch": ("graph/export*.py", "graph/peer_child.py"),
     "pycuda": ("cuda.py",),
     "cuda": ("cuda.py",),
     "yaml": ("spec/yaml_values.py",),
@@ -60,7 +66,7 @@ HOMES = {
     "pyarrow": ("samples/tables.py", "traffic/parquet.py"),
     "rich": ("cli/*",),
     "typer": ("cli/*",),
-    "subprocess": ("backends/worker_process.py", "usercode/process.py"),
+    "subprocess": ("backends/worker_process.py", "usercode/process.py", "bench_process.py"),
 }
 """Libraries that only these files may import."""
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trtforge.backends.inspection import engine_layers, islands
+from trtforge.backends.inspection import engine_layers, islands, layer_tactics
 
 OLD = {
     "Layers": [
@@ -125,3 +125,14 @@ def test_a_layer_may_read_a_copy_in_a_lower_type_of_what_was_computed_in_fp32():
     text = json.dumps({"Layers": [layer("reads", {"a": "Half"}, {}), layer("writes", {}, {"a": "Float"})]})
 
     assert islands(engine_layers(text), {"a": "node"}).kept == ("node",)
+
+
+def test_tactics_are_names_else_numbers_and_those_of_layers_that_tell_one():
+    layers = [
+        {"Name": "a", "TacticName": "sm80_xmma_gemm", "TacticValue": "0x1"},
+        {"Name": "b", "TacticName": "", "TacticValue": "0x00000000000003e8"},
+        {"Name": "c"},
+        "with names only",
+    ]
+
+    assert layer_tactics(json.dumps({"Layers": layers})) == {"a": "sm80_xmma_gemm", "b": "0x00000000000003e8"}

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtforge import pipeline
+from trtforge import planning
 from trtforge.errors import TrtForgeError
 from trtforge.machine import machine_facts
+from trtforge.run import open_run
 from trtforge.spec.model import BuilderSettings, Precision
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
@@ -61,9 +62,9 @@ def keys(folder, content, name="spec.yaml"):
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with (
         tempfile.TemporaryDirectory() as store,
-        pipeline.open_run(path, Path(store), lambda _event: None) as run,
+        open_run(path, Path(store), lambda _event: None) as run,
     ):
-        plan = pipeline.make_plan(path, run)
+        plan = planning.make_plan(path, run)
         (ingest,) = run.stages.done
         (unit,) = plan.units
         return {"ingest": ingest.key, "profile check": plan.check_key.digest, "build": unit.key.digest}
@@ -158,7 +159,7 @@ OTHER_SETTINGS = {
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(BuilderSettings)])
 def test_any_builder_setting_changes_the_build_alone(monkeypatch, name):
     # Whether a version takes a setting is another test's; some are refused without others.
-    monkeypatch.setattr(pipeline, "refusals", lambda *_: [])
+    monkeypatch.setattr(planning, "refusals", lambda *_: [])
     with project() as folder:
         before = keys(folder, spec(TENSORRT))
         assert changed(before, keys(folder, spec(TENSORRT, builder={name: OTHER_SETTINGS[name]}))) == {"build"}
@@ -171,7 +172,7 @@ LOWERED = {"keep": {"type": "fp16"}, "min_share": {"type": "fp16"}, "rest": {"ty
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Precision)])
 def test_any_precision_changes_the_build_alone(monkeypatch, name):
-    monkeypatch.setattr(pipeline, "refusals", lambda *_: [])
+    monkeypatch.setattr(planning, "refusals", lambda *_: [])
     with project() as folder:
         base = LOWERED.get(name, {})
         before = keys(folder, spec(TENSORRT, precision=base))
@@ -209,7 +210,7 @@ def test_a_tool_version_changes_the_stages_that_use_it(base, monkeypatch, packag
     facts = machine_facts()
     newer = f"{facts.packages[package]}.1" if package != "tensorrt_rtx" else "1.7.1.999"
     other = dataclasses.replace(facts, packages={**facts.packages, package: newer})
-    monkeypatch.setattr(pipeline, "machine_facts", lambda: other)
+    monkeypatch.setattr(planning, "machine_facts", lambda: other)
     with project() as folder:
         assert changed(base, keys(folder, spec())) == stages
 
@@ -220,6 +221,7 @@ HARMLESS = [
     {"output": "elsewhere"},
     {"fail_on_warning": ["*"]},
     {"build_timeout": 1.5},
+    {"performance": {"p99_ms": 5, "sizes": {"N": [1, 8]}}},
     {"targets": [RTX | {"when_missing": "skip"}]},
 ]
 

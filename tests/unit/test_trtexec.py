@@ -24,6 +24,7 @@ def words(version, *, profiles=1, tf32=True, nodes=(), **changes):
         "preview_features": (),
         "tactic_sources": None,
         "timing_cache_path": None,
+        "locked_timing_path": None,
     } | changes
     shapes = {"x": MOVING, "y": FIXED}
     all_profiles = tuple(Profile(f"p{number}", shapes, {"y": FIXED} if number else {}) for number in range(profiles))
@@ -67,6 +68,8 @@ def test_8_6_has_no_option_for_a_second_profile():
         ("10.0.1", {"tactic_sources": ["CUDNN"]}, "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN,-EDGE_MASK_CONVOLUTIONS,-JIT_CONVOLUTIONS"),
         ("11.0.0", {"tactic_sources": ["JIT_CONVOLUTIONS"]}, "--tacticSources=-EDGE_MASK_CONVOLUTIONS,+JIT_CONVOLUTIONS"),
         ("8.6.1", {"nodes": ["ln/a b", "c"]}, "--layerPrecisions=ln/a b:fp32,c:fp32"),
+        ("10.9.0.34", {"flags": {"ERROR_ON_TIMING_CACHE_MISS": True}}, "--errorOnTimingCacheMiss"),
+        ("10.9.0.34", {"locked_timing_path": "/a/b.timing"}, "--timingCacheFile=timing.cache"),
         ("8.6.1", {"plugins": ["/a/libx.so"]}, "--staticPlugins=libx.so"),
         ("8.6.1", {"calibration": {"path": "/a/c.cache"}}, "--calib=c.cache"),
     ],

@@ -71,6 +71,8 @@ def base_request(unit: BuildUnit, graph: Graph, engine_path: Path, *, install: s
         "bound_tensors": {},
         "calibration": None,
         "timing_cache_path": None,
+        "timing_record_path": None,
+        "locked_timing_path": None,
         "inspection_path": None,
     }
 

@@ -49,10 +49,29 @@ def engine_layers(text: str) -> tuple[EngineLayer, ...]:
     Raises:
         ValueError: it is no JSON of the inspector.
     """
+    return tuple(_layer(entry) for entry in _entries(text))
+
+
+def _entries(text: str) -> list[Any]:
     value = json.loads(text, strict=False)  # TensorRT 8.6 writes control characters into names as they are
     if not isinstance(value, dict) or not isinstance(value.get("Layers"), list):
         raise ValueError("no 'Layers' in the inspector's JSON")  # noqa: TRY004 - it is the text that is wrong
-    return tuple(_layer(entry) for entry in value["Layers"])
+    return list(value["Layers"])
+
+
+def layer_tactics(text: str) -> dict[str, str]:
+    """Layer -> the tactic that computes it, of the layers in the inspector's JSON that tell theirs.
+
+    They do with detailed verbosity only. A name is preferred to a number.
+
+    Raises:
+        ValueError: it is no JSON of the inspector.
+    """
+    tactics = {}
+    for entry in _entries(text):
+        if isinstance(entry, dict) and (tactic := entry.get("TacticName") or entry.get("TacticValue")):
+            tactics[str(entry.get("Name", ""))] = str(tactic)
+    return tactics
 
 
 def _layer(entry: Any) -> EngineLayer:

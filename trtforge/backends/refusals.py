@@ -179,7 +179,7 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
     where = spec_file.where("precision", "type")
     carried = _model_precisions(graph)
     if precision.quantization == "implicit":
-        yield from _implicit_problems(spec_file, capability)
+        yield from _implicit_problems(spec_file, graph, capability)
     if precision.type == "fp32" and carried:
         yield _problem(
             f"precision type fp32, but the model carries {', '.join(carried.values())}",
@@ -208,7 +208,7 @@ def _precision_problems(spec_file: SpecFile, graph: Graph, capability: Capabilit
         )
 
 
-def _implicit_problems(spec_file: SpecFile, capability: Capability) -> Iterator[Problem]:
+def _implicit_problems(spec_file: SpecFile, graph: Graph, capability: Capability) -> Iterator[Problem]:
     """TensorRT itself chooses which layers are quantized, so that a spec can say little about it."""
     precision = spec_file.spec.precision
     where = spec_file.where("precision", "quantization")
@@ -227,6 +227,11 @@ def _implicit_problems(spec_file: SpecFile, capability: Capability) -> Iterator[
     elif precision.keep.fp32 or precision.keep.rest:
         text = "precision.keep has no effect with quantization: implicit, where TensorRT chooses the layers"
         yield _problem(text, "remove keep, or 'quantization: implicit'", spec_file.where("precision", "keep"))
+    elif spec_file.spec.calibration and spec_file.spec.calibration.is_builders:
+        for role in graph.roles:
+            if role.kind == "shape_values":
+                text = f"TensorRT's calibrators feed no input whose values decide a shape, as those of '{role.name}' do"
+                yield _problem(text, "write method: auto", spec_file.where("calibration", "method"))
 
 
 def _asked_type_problems(spec_file: SpecFile, carried: dict[str, str], capability: Capability) -> Iterator[Problem]:
@@ -259,6 +264,21 @@ def _asked_type_problems(spec_file: SpecFile, carried: dict[str, str], capabilit
 
 def _calibration_problems(spec_file: SpecFile) -> Iterator[Problem]:
     """Scales come from real inputs; there is no synthetic source."""
+    calibration = spec_file.spec.calibration
+    if calibration and calibration.is_builders and not spec_file.spec.precision.is_implicit:
+        yield Problem(
+            f"method: {calibration.method} is TensorRT's own calibrator, which only quantization: implicit uses",
+            "write method: auto, or precision: {type: int8, quantization: implicit}",
+            spec_file.where("calibration", "method"),
+            exit_code=SpecError.exit_code,
+        )
+    if calibration and calibration.is_builders and calibration.table:
+        yield Problem(
+            f"method: {calibration.method} makes scales of samples, and the spec names a table that holds scales",
+            "write data: in place of table:, or remove method",
+            spec_file.where("calibration", "method"),
+            exit_code=SpecError.exit_code,
+        )
     if spec_file.spec.precision.type == "int8" and spec_file.spec.calibration is None:
         yield Problem(
             "precision type int8 takes its scales from real inputs, and the spec has no calibration",

@@ -34,7 +34,12 @@ def leave_reproduction(work_dir: Path, request: Mapping[str, Any], said: Transcr
     lines = [f"{message.severity}: {message.text}" for message in said.messages]
     printed = said.printed.decode(errors="replace").splitlines()
     (folder / "builder.log").write_text("\n".join([*lines, *printed, f"ended at: {said.phase}", ""]), encoding="utf-8")
-    again = {**request, "engine_path": "reproduced.engine", "started": 0.0, "timing_cache_path": None}
+    paths = {"timing_cache_path": None, "timing_record_path": None, "locked_timing_path": None}
+    again = {**request, **paths, "engine_path": "reproduced.engine", "started": 0.0}
+    if locked := request["locked_timing_path"]:
+        again["locked_timing_path"] = shutil.copyfile(locked, folder / "recorded.timing").name
+    if calibration := request["calibration"]:
+        again["calibration"] = _without_batches(calibration, folder)
     if again.get("inspection_path"):
         again["inspection_path"] = "inspection.json"
     (folder / "request.json").write_text(json.dumps(again, indent=1), encoding="utf-8")
@@ -45,3 +50,11 @@ def leave_reproduction(work_dir: Path, request: Mapping[str, Any], said: Transcr
         _SCRIPT.format(module=request["module"], version=request["version"], python=python), encoding="utf-8"
     )
     script.chmod(0o755)
+
+
+def _without_batches(calibration: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """With the scales in the folder; None where there are none yet, as the user's inputs are not for others."""
+    if not Path(calibration["path"]).exists():
+        return None
+    copied = shutil.copyfile(calibration["path"], folder / "calibration.cache")
+    return {**calibration, "path": copied.name, "batches": None}

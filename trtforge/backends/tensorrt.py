@@ -7,15 +7,16 @@ types, nodes that the user keeps in FP32 are bound to it, and the finished engin
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from trtforge.backends import feeding
 from trtforge.backends.capabilities import capability, version_numbers
 from trtforge.backends.engine_build import FLAG_SETTINGS, base_request, refuse_settings, run_build
-from trtforge.backends.inspection import Islands, engine_layers, islands
-from trtforge.backends.surroundings import NOTHING_AROUND, Surroundings
+from trtforge.backends.inspection import Islands, engine_layers, islands, layer_tactics
+from trtforge.backends.surroundings import NOTHING_AROUND, CalibrationBatches, Recorded, Surroundings
 from trtforge.backends.trtexec import trtexec_command
 from trtforge.backends.worker_process import BuildEvent, Transcript
 from trtforge.errors import BuildError, CapabilityError
@@ -64,22 +65,29 @@ def build(
     request = base_request(unit, graph, work_dir / f"{unit.identifier}.engine", install=_install(unit))
     request["environment"] = {"CUDA_VISIBLE_DEVICES": around.gpu_uuid} if around.gpu_uuid else {}
     request["plugins"] = [str(path.absolute()) for path in around.plugins]
-    request["timing_cache_path"] = str(around.timing_cache.absolute()) if around.timing_cache else None
+    _keep_tactics(request, unit, around)
     if around.calibration_cache:
         request["network_flags"] = _weakly_typed(unit)
-        request["calibration"] = _calibration(around.calibration_cache)
+        request["calibration"] = _calibration(around.calibration_cache, around.calibration_batches)
     float32 = _allow_types(request, unit, graph, around)
     inspection_path = work_dir / f"{unit.identifier}.inspection.json"
     if float32:
         # The engine tells the types of its tensors only in this mode. It changes what is told, not what is built.
         request["enums"]["profiling_verbosity"] = ("ProfilingVerbosity", "DETAILED")
+    tells_tactics = _can_lock(unit) and unit.settings["profiling_verbosity"] == "detailed"
+    if float32 or tells_tactics:
         request["inspection_path"] = str(inspection_path.absolute())
     notes: list[str] = []
+    tactics: dict[str, str] = {}
 
     def check(path: Path, _said: Transcript) -> None:
         _check_header(path, unit)
+        text = inspection_path.read_text(encoding="utf-8") if float32 or tells_tactics else ""
         if float32:
-            notes.append(_kept(unit, islands(engine_layers(inspection_path.read_text(encoding="utf-8")), float32)))
+            notes.append(_kept(unit, islands(engine_layers(text), float32)))
+        if tells_tactics:
+            tactics.update(layer_tactics(text))
+            _compare_tactics(unit, tactics, around.recorded)
 
     try:
         engine = run_build(unit, work_dir, request, check, on_event, timeout_seconds)
@@ -89,7 +97,7 @@ def build(
         notes.append(too_large)
         engine = replace(engine, messages=(*engine.messages, BuilderMessage("warning", too_large)))
     command = trtexec_command(unit, request, graph.path.name, list(dict.fromkeys(float32.values())))
-    return replace(engine, trtexec=command, notes=tuple(notes))
+    return replace(engine, trtexec=command, notes=tuple(notes), tactics=tuple(tactics.items()))
 
 
 def _install(unit: BuildUnit) -> str:
@@ -98,6 +106,55 @@ def _install(unit: BuildUnit) -> str:
 
 def _is_weak(unit: BuildUnit) -> bool:
     return version_numbers(unit.backend_version) < _FIRST_STRONG
+
+
+def _can_lock(unit: BuildUnit) -> bool:
+    return not capability(NAME, unit.backend_version).locked_builds
+
+
+def _keep_tactics(request: dict[str, Any], unit: BuildUnit, around: Surroundings) -> None:
+    """Sets what is measured and kept, or replayed.
+
+    A timing cache that may be edited holds the choice for each operator of a network by itself; another holds what equal
+    operators share.
+
+    Source: sampleEditableTimingCache of TensorRT 10.8.
+    """
+    paths = {
+        "timing_cache_path": around.timing_cache,
+        "timing_record_path": around.timing_record,
+        "locked_timing_path": around.recorded and around.recorded.timing_cache,
+    }
+    request |= {name: str(path.absolute()) if path else None for name, path in paths.items()}
+    if around.recorded:
+        if reason := capability(NAME, unit.backend_version).locked_builds:
+            raise CapabilityError(f"{unit.identifier}: no locked build: {reason}", next_step="leave out --locked")
+        request["flags"]["ERROR_ON_TIMING_CACHE_MISS"] = True
+    if around.recorded or (around.timing_cache and _can_lock(unit)):
+        request["flags"]["EDITABLE_TIMING_CACHE"] = True
+
+
+def _compare_tactics(unit: BuildUnit, tactics: Mapping[str, str], recorded: Recorded | None) -> None:
+    """Compares what the engine says of its layers with what the recorded one said, where both do.
+
+    Raises:
+        BuildError: a layer has another tactic.
+    """
+    if not recorded or not recorded.tactics or not tactics:
+        return
+    names = {**recorded.tactics, **tactics}
+    lines = [
+        f"layer '{name}': {tactics.get(name, 'not there')}, recorded {recorded.tactics.get(name, 'not there')}"
+        for name in names
+        if tactics.get(name) != recorded.tactics.get(name)
+    ]
+    if lines:
+        more = [f"and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []
+        raise BuildError(
+            f"{unit.identifier}: {len(lines)} of {len(names)} layers have another tactic than the recorded engine",
+            next_step="trtforge build SPEC  # without --locked, which records anew",
+            detail=[*lines[:_MOST_SHOWN], *more],
+        )
 
 
 def _weakly_typed(unit: BuildUnit) -> tuple[str, ...]:
@@ -110,7 +167,21 @@ def _weakly_typed(unit: BuildUnit) -> tuple[str, ...]:
     return row.flags_of_network(implicit=True)
 
 
-def _calibration(path: Path) -> dict[str, str]:
+def _calibration(path: Path, batches: CalibrationBatches | None) -> dict[str, Any]:
+    if batches:
+        return {
+            "path": str(path.absolute()),
+            "calibrator": _CALIBRATORS[batches.algorithm],
+            "batches": {
+                "module": feeding.__name__,
+                "import_from": str(Path(feeding.__file__).parents[2]),
+                "files": {
+                    name: (str(file.absolute()), batches.batch_bytes[name]) for name, file in batches.files.items()
+                },
+                "batch_size": batches.batch_size,
+                "num_batches": batches.num_batches,
+            },
+        }
     with path.open("rb") as file:
         header = file.readline(200).decode(errors="replace").strip()
     algorithm = header.rpartition("-")[2]
@@ -119,7 +190,7 @@ def _calibration(path: Path) -> dict[str, str]:
             f"{path} begins with '{header}', expected a calibration cache of {' or '.join(_CALIBRATORS)}",
             next_step="trtforge calibrate SPEC  # writes a new one",
         )
-    return {"path": str(path.absolute()), "calibrator": _CALIBRATORS[algorithm]}
+    return {"path": str(path.absolute()), "calibrator": _CALIBRATORS[algorithm], "batches": None}
 
 
 def _allow_types(request: dict[str, Any], unit: BuildUnit, graph: Graph, around: Surroundings) -> dict[str, str]:

@@ -17,8 +17,9 @@ _FLAGS: Final = {
     "VERSION_COMPATIBLE": "--versionCompatible",
     "WEIGHT_STREAMING": "--allowWeightStreaming",
     "OBEY_PRECISION_CONSTRAINTS": "--precisionConstraints=obey",
+    "ERROR_ON_TIMING_CACHE_MISS": "--errorOnTimingCacheMiss",
 }
-"""Builder flag -> option. STRICT_NANS has none.
+"""Builder flag -> option. STRICT_NANS and EDITABLE_TIMING_CACHE have none.
 
 Source: samples/common/sampleOptions.cpp of TensorRT 8.6, 10.16 and 11.1.
 """
@@ -89,7 +90,7 @@ def _settings(unit: BuildUnit, request: Mapping[str, Any]) -> Iterator[str]:
         known = _ALL_SOURCES if _major(unit) < _FIRST_WITHOUT_LIBRARIES else _NEWER_SOURCES
         on = request["tactic_sources"]
         yield "--tacticSources=" + ",".join(f"{'+' if source in on else '-'}{source}" for source in known)
-    if request["timing_cache_path"]:
+    if request["timing_cache_path"] or request["locked_timing_path"]:
         yield "--timingCacheFile=timing.cache"
 
 

@@ -1,8 +1,9 @@
 """The child side of a build: loads one TensorRT module, builds one engine, and tells its parent in JSON lines.
 
 It is run as a file by a fresh interpreter and uses nothing of trtforge, so that the interpreter may be another
-environment's. Standard input is the request, one JSON object; the file descriptor in the first argument takes the lines.
-What the native libraries print themselves goes elsewhere and cannot mix with them.
+environment's; only where TensorRT itself calibrates, it loads the module that the request names. Standard input is the
+request, one JSON object; the file descriptor in the first argument takes the lines. What the native libraries print
+themselves goes elsewhere and cannot mix with them.
 
 Lines: `message` (severity, text), `phase` and `step` (text, fraction), and as the last one `built`, `no_engine` (the
 builder refused; its reasons are in `lines`) or `problems` (something asked for cannot be done).
@@ -17,6 +18,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import select
 import shutil
 import sys
@@ -59,6 +61,15 @@ _OWN_TYPE = frozenset(
     )
 )
 """LayerType of layers whose types are not the builder's to choose, or that take no precision."""
+
+_AUTOTUNING = re.compile(r"Autotuning op (?P<op>.+?)\(key: (?P<key>0x[0-9a-fA-F]+)\)")
+"""An operator whose tactics are measured, which those of a recorded timing cache are not.
+
+Source: README of sampleEditableTimingCache, TensorRT 10.8.
+"""
+_MISS = "errorOnMiss"
+"""Part of the assertion that stops a build with ERROR_ON_TIMING_CACHE_MISS; seen with 11.1."""
+_MOST_SHOWN = 10
 
 _WEIGHTED = ("CONVOLUTION", "DECONVOLUTION", "EINSUM", "MATRIX_MULTIPLY")
 """LayerType of the layers that do most of the work."""
@@ -135,18 +146,20 @@ def build(request: Json, send: Send) -> Json:
             send({"kind": "phase", "text": "build", "fraction": 0.0})
         refuse_if_any(_configure(trt, config, request))
         first_profile = _add_profiles(builder, config, request)
-        calibrator = _set_calibrator(trt, config, first_profile, request)
+        calibrator = _set_calibrator(trt, config, first_profile, request, send)
         timing_cache = _set_timing_cache(config, request, send)
+        recorded = _recorded_tactics(timing_cache) if request["locked_timing_path"] else {}
         engine = builder.build_serialized_network(network, config)
-    if calibrator is not None and calibrator.was_refused:
-        summary = "TensorRT did not take the calibration cache, whose first line names another version or algorithm"
-        refuse_if_any([problem("BuildError", summary, "trtforge calibrate SPEC  # writes one for this version")])
+    if calibrator is not None:
+        refuse_if_any(calibrator.problems(has_engine=engine is not None))
+    if request["locked_timing_path"]:
+        refuse_if_any(_lock_problems(timing_cache, recorded, logger, has_engine=engine is not None))
     if engine is None:
         raise Refused({"kind": "no_engine", "stage": "build", "lines": [], "recent": list(logger.recent)})
     with _timed(seconds, "write"):
         view = memoryview(engine)
         digest = hashlib.sha256(view).hexdigest()
-        write_engine(Path(request["engine_path"]), view)
+        write_new(Path(request["engine_path"]), view, "engine")
         timing_cache_digest = _keep_timing_cache(config, timing_cache, request, send)
     if request["inspection_path"] is not None:
         with _timed(seconds, "inspect"):
@@ -196,7 +209,7 @@ def _computed_dtype(layer: Any, quantized: Mapping[str, str]) -> str:
     return found
 
 
-def write_engine(path: Path, data: memoryview) -> None:
+def write_new(path: Path, data: memoryview, what: str) -> None:
     """Writes a new file and forces it to the disk.
 
     Raises:
@@ -211,7 +224,7 @@ def write_engine(path: Path, data: memoryview) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free
-        summary = f"{path}: the engine of {data.nbytes} bytes could not be written: {error.strerror}; {free} bytes free"
+        summary = f"{path}: the {what} of {data.nbytes} bytes could not be written: {error.strerror}; {free} bytes free"
         step = f"make room for {data.nbytes} bytes in {path.parent}, or lift its size limit"
         refuse_if_any([problem("StoreError", summary, step)])
 
@@ -278,8 +291,13 @@ def _logger(trt: Any, send: Send) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.recent: deque[str] = deque(maxlen=_RECENT_LINES)
+            self.tuned: dict[str, str] = {}
+            self.missed = False
 
         def log(self, severity: Any, text: str) -> None:
+            if found := _AUTOTUNING.search(text):
+                self.tuned[found["key"].lower()] = found["op"]
+            self.missed = self.missed or _MISS in text
             if int(severity) <= warning:
                 send({"kind": "message", "severity": severity.name.lower(), "text": text[:_LONGEST_TEXT]})
             else:
@@ -528,19 +546,27 @@ def _keep_float32(trt: Any, network: Any, request: Json) -> None:
                 layer.set_output_type(place, trt.DataType.FLOAT)
 
 
-def _set_calibrator(trt: Any, config: Any, profile: Any, request: Json) -> Any:
-    """A calibrator that only hands over the scales that it was given; None where none is asked for."""
-    if request["calibration"] is None:
+def _set_calibrator(trt: Any, config: Any, profile: Any, request: Json, send: Send) -> Any:
+    """The calibrator that is asked for, None where there is none. Its `problems()` are asked for after the build."""
+    asked = request["calibration"]
+    if asked is None:
         return None
-    base: Any = getattr(trt, request["calibration"]["calibrator"])
-    cache = Path(request["calibration"]["path"]).read_bytes()
-    cache = _with_own_version(cache, request)
+    base = getattr(trt, asked["calibrator"])
+    calibrator = _streaming(base, asked, send) if asked["batches"] else _handing_over(base, asked, request)
+    config.int8_calibrator = calibrator
+    if profile is not None:
+        config.set_calibration_profile(profile)
+    return calibrator
+
+
+def _handing_over(base: Any, asked: Json, request: Json) -> Any:
+    """A calibrator that only hands over the scales that it was given."""
+    given = _with_own_version(Path(asked["path"]).read_bytes(), request)
 
     class Calibrator(base):  # type: ignore[misc]
-        was_refused = False
-
         def __init__(self) -> None:
             base.__init__(self)
+            self.was_refused = False
 
         def get_batch_size(self) -> int:
             return 1
@@ -550,16 +576,89 @@ def _set_calibrator(trt: Any, config: Any, profile: Any, request: Json) -> Any:
             self.was_refused = True
 
         def read_calibration_cache(self) -> bytes:
-            return cache
+            return given
 
         def write_calibration_cache(self, cache: Any) -> None:
             pass
 
-    calibrator = Calibrator()
-    config.int8_calibrator = calibrator
-    if profile is not None:
-        config.set_calibration_profile(profile)
-    return calibrator
+        def problems(self, *, has_engine: bool) -> list[Json]:  # noqa: ARG002 - the other kind asks
+            if not self.was_refused:
+                return []
+            summary = "TensorRT did not take the calibration cache, whose first line names another version or algorithm"
+            return [problem("BuildError", summary, "trtforge calibrate SPEC  # writes one for this version")]
+
+    return Calibrator()
+
+
+def _streaming(base: Any, asked: Json, send: Send) -> Any:
+    """A calibrator that hands over one batch after the other, and writes the scales that TensorRT makes of them."""
+    batches = asked["batches"]
+    num_batches = batches["num_batches"]
+
+    class Calibrator(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.feed: Any = None
+            self.num_given = 0
+            self.found: list[Json] = []
+            self.is_written = False
+            self.last_sent = 0.0
+
+        def get_batch_size(self) -> int:
+            size: int = batches["batch_size"]
+            return size
+
+        def get_batch(self, names: list[str]) -> list[int] | None:
+            if self.num_given == num_batches or self.found:
+                return None
+            try:
+                self.feed = self.feed or _feed(batches)
+                pointers: list[int] = self.feed.next_batch(names)
+            except Exception as error:  # noqa: BLE001 - TensorRT would print and forget it
+                self.found = _stopped(error, f"calibration stopped at batch {self.num_given + 1} of {num_batches}")
+                return None
+            self.num_given += 1
+            if time.monotonic() - self.last_sent >= _SECONDS_BETWEEN_STEPS or self.num_given == num_batches:
+                self.last_sent = time.monotonic()
+                send({"kind": "step", "text": f"calibration, batch {self.num_given} of {num_batches}"})
+            return pointers
+
+        def read_calibration_cache(self) -> None:
+            pass
+
+        def write_calibration_cache(self, cache: Any) -> None:
+            if self.found or self.num_given < num_batches:
+                return
+            try:
+                write_new(Path(asked["path"]), memoryview(bytes(cache)), "calibration cache")
+            except Refused as refused:
+                self.found = refused.answer["problems"]
+            self.is_written = True
+
+        def problems(self, *, has_engine: bool) -> list[Json]:
+            if self.feed is not None:
+                self.feed.close()
+            if self.found or self.is_written or not has_engine:
+                return self.found
+            summary = f"TensorRT took {self.num_given} of {num_batches} calibration batches and gave no scales"
+            return [problem("BuildError", summary, "read the lines of the builder's log, or write method: auto")]
+
+    return Calibrator()
+
+
+def _feed(batches: Json) -> Any:
+    """Puts batches into the GPU's memory; a module of trtforge does, as CUDA is none of Python's own libraries."""
+    sys.path.append(batches["import_from"])
+    return importlib.import_module(batches["module"]).Feed(batches["files"])
+
+
+def _stopped(error: Exception, what: str) -> list[Json]:
+    """An exception that TensorRT shall not swallow, as problems; those of trtforge keep their class and words."""
+    if found := getattr(error, "problems", ()):
+        kind = type(error).__name__
+        return [problem(kind, f"{what}: {one.summary}", one.next_step, *one.detail) for one in found]
+    tail = traceback.format_exc().splitlines()
+    return [problem("BuildError", f"{what}: {tail[-1]}", "read the lines above; the last is the error itself", *tail)]
 
 
 def _with_own_version(cache: bytes, request: Json) -> bytes:
@@ -574,7 +673,9 @@ def _with_own_version(cache: bytes, request: Json) -> bytes:
 
 
 def _set_timing_cache(config: Any, request: Json, send: Send) -> Any:
-    """The measurements of earlier builds, or fresh ones where there are none or they do not fit."""
+    """The recorded measurements of a locked build, else those of earlier builds, or fresh ones where none fit."""
+    if request["locked_timing_path"]:
+        return _recorded_timing_cache(config, request)
     path = request["timing_cache_path"]
     if path is None:
         return None
@@ -597,10 +698,78 @@ def _set_timing_cache(config: Any, request: Json, send: Send) -> Any:
     return cache
 
 
+def _recorded_timing_cache(config: Any, request: Json) -> Any:
+    cache = config.create_timing_cache(Path(request["locked_timing_path"]).read_bytes())
+    # The choices are replayed, and the times that led to them may be another GPU's of the same model.
+    if cache is None or not config.set_timing_cache(cache, True):
+        summary = f"{request['module']} {request['version']} does not take the recorded timing cache"
+        refuse_if_any(
+            [problem("CapabilityError", summary, "trtforge build SPEC  # without --locked, which records anew")]
+        )
+    return cache
+
+
+def _tactics(cache: Any) -> dict[str, int]:
+    """Key of an operator -> hash of the tactic that was chosen for it."""
+    return {str(key).lower(): int(cache.query(key).tacticHash) for key in cache.queryKeys()}
+
+
+def _recorded_tactics(cache: Any) -> dict[str, int]:
+    found = _tactics(cache)
+    if not found:
+        summary = "the recorded timing cache holds no tactics, so that there is nothing to repeat"
+        step = "build without --locked, with builder.optimization_level: 1 or more, as 0 measures none"
+        refuse_if_any([problem("CapabilityError", summary, step)])
+    return found
+
+
+def _lock_problems(cache: Any, recorded: Mapping[str, int], logger: Any, *, has_engine: bool) -> list[Json]:
+    """Where a locked build took, or needed, other tactics than the recorded ones.
+
+    They are compared besides the builder's own check, which let misses pass.
+
+    Source: https://github.com/NVIDIA/TensorRT-Model-Connect/pull/451
+    """
+    if not has_engine and not logger.missed:
+        return []  # it failed for a reason of its own
+    found = _tactics(cache)
+    missing = [key for key in {**found, **({} if has_engine else logger.tuned)} if key not in recorded]
+    changed = [key for key, tactic in recorded.items() if found.get(key, tactic) != tactic]
+    if has_engine and not missing and not changed:
+        return []
+    names = [*(f"no tactic of {_operator(key, logger)}" for key in missing)]
+    names += [
+        f"another tactic of {_operator(key, logger)}: {found[key]:#x}, recorded {recorded[key]:#x}" for key in changed
+    ]
+    if len(names) > _MOST_SHOWN:
+        names[_MOST_SHOWN:] = [f"and {len(names) - _MOST_SHOWN} more"]
+    count = len(missing) + len(changed)
+    of_which = (
+        f"{count} of its tactics differ" if count else "it lacks one, and the log does not tell of which operator"
+    )
+    summary = f"the build does not follow the recorded timing cache: {of_which}"
+    return [problem("BuildError", summary, "trtforge build SPEC  # without --locked, which records anew", *names)]
+
+
+def _operator(key: str, logger: Any) -> str:
+    return f"'{logger.tuned[key]}' (key {key})" if key in logger.tuned else f"key {key}"
+
+
 def _keep_timing_cache(config: Any, cache: Any, request: Json, send: Send) -> str | None:
-    """Joins what this build measured with what others have written meanwhile, and gives the SHA-256 of all of it."""
+    """SHA-256 of the timing cache as this build used it, which is kept; what was measured is joined with others'."""
     if cache is None:
         return None
+    locked = request["locked_timing_path"]
+    data = Path(locked).read_bytes() if locked else bytes(cache.serialize())
+    if request["timing_record_path"]:
+        write_new(Path(request["timing_record_path"]), memoryview(data), "timing cache")
+    if not locked:
+        _join_timing_cache(config, cache, request, send)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _join_timing_cache(config: Any, cache: Any, request: Json, send: Send) -> None:
+    """Adds what this build measured to what others have written meanwhile."""
     path = Path(request["timing_cache_path"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -609,14 +778,11 @@ def _keep_timing_cache(config: Any, cache: Any, request: Json, send: Send) -> st
             other = config.create_timing_cache(path.read_bytes()) if path.exists() else None
             if other is not None:
                 cache.combine(other, False)
-            data = bytes(cache.serialize())
             aside = path.with_suffix(f".{os.getpid()}")
-            aside.write_bytes(data)
+            aside.write_bytes(bytes(cache.serialize()))
             aside.replace(path)
     except OSError as error:  # the engine is good without it
         send({"kind": "message", "severity": "warning", "text": f"timing cache {path} is not kept: {error}"})
-        return None
-    return hashlib.sha256(data).hexdigest()
 
 
 def _inspect(trt: Any, logger: Any, engine: Any, request: Json) -> None:

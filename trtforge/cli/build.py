@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +26,9 @@ def build(
         int | None,
         typer.Option(help="Engines to build at once.  [default: processors, 4 at most]", min=1, show_default=False),
     ] = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Take the tactics of the published engines again; others are an error.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
     progress_style: ProgressOption = ProgressStyle.auto,
@@ -33,7 +38,7 @@ def build(
     from trtforge.cli.console import print_json, print_problems, progress  # noqa: PLC0415
 
     with progress(progress_style, as_json=as_json) as report:
-        bundle = pipeline.build(spec, output, report, store_path=store, jobs=jobs)
+        bundle = pipeline.build(spec, output, report, store_path=store, jobs=jobs, locked=locked)
     failed = tuple(entry.problem for entry in bundle.missing if not entry.skipped)
     code = PARTIAL_EXIT_CODE if failed else 0
     if as_json:
@@ -60,6 +65,7 @@ def _json(bundle: Bundle, code: int) -> dict[str, Any]:
             }
             for artifact in bundle.manifest.artifacts
         ],
+        "performance": asdict(bundle.manifest.performance),
         "stages": dict(bundle.verdicts),
         "changed": bundle.is_changed,
         "missing": [
@@ -78,8 +84,27 @@ def _print(bundle: Bundle) -> None:
     for artifact in bundle.manifest.artifacts:
         verdict = bundle.verdicts.get(artifact.identifier, "kept from an earlier build")
         say(f"{artifact.file}  {shown_bytes(artifact.size_bytes)}  sha256 {artifact.digest[:12]}  {verdict}")
+    for line in _figure_lines(bundle):
+        say(line)
     for entry in bundle.missing:
         if entry.skipped:
             say(f"skipped {entry.identifier}: {entry.problem.summary}")
     say(f"{bundle.seconds:.2f} s in all, {bundle.builder_seconds:.2f} s in builders")
     say(f"  next: trtforge verify {shown_path(bundle.manifest_path)}")
+
+
+def _figure_lines(bundle: Bundle) -> Iterator[str]:
+    from trtforge.release.gates import sizes_text  # noqa: PLC0415
+    from trtforge.release.manifest import NotRun  # noqa: PLC0415
+
+    asked = bundle.manifest.performance
+    for name, figures in () if isinstance(asked, NotRun) else asked.engines.items():
+        if isinstance(figures, NotRun):
+            yield f"{name} was not measured: {figures.reason}"
+            continue
+        for point in figures.points:
+            latency = point.latency_ms
+            yield (
+                f"{name} at {sizes_text(point.sizes)}: p50 {latency.p50:.3f}, p99 {latency.p99:.3f} ms, "
+                f"{point.throughput_qps:.1f} queries/s on {figures.gpu}"
+            )

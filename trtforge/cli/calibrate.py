@@ -30,14 +30,15 @@ def calibrate(
     from dataclasses import asdict  # noqa: PLC0415 - keeps --help quick
 
     from trtforge import calibrate as core  # noqa: PLC0415
-    from trtforge import pipeline  # noqa: PLC0415
     from trtforge.calibration import trt_cache  # noqa: PLC0415
     from trtforge.calibration.table import write_table  # noqa: PLC0415
     from trtforge.cli.console import print_json, progress, say  # noqa: PLC0415
     from trtforge.errors import shown_path  # noqa: PLC0415
+    from trtforge.evidence import calibration_table  # noqa: PLC0415
+    from trtforge.run import open_run  # noqa: PLC0415
 
-    with progress(progress_style, as_json=as_json) as told, pipeline.open_run(spec, store, told) as run:
-        table = pipeline.calibration_table(spec, run)
+    with progress(progress_style, as_json=as_json) as told, open_run(spec, store, told) as run:
+        table = calibration_table(spec, run)
     written = []
     if output:
         write_table(table, output)

@@ -13,7 +13,7 @@ from trtforge.cli.console import JsonOption, StoreOption
 if TYPE_CHECKING:
     from trtforge.backends.compatibility import Check
     from trtforge.machine import MachineFacts
-    from trtforge.pipeline import BackendState
+    from trtforge.targets import BackendState
 
 
 def doctor(
@@ -29,7 +29,7 @@ def doctor(
     """Show what is installed, which GPUs can be built for here, and what to install for the rest."""
     from trtforge.cli.console import print_json  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
-    from trtforge.pipeline import backend_states  # noqa: PLC0415
+    from trtforge.targets import backend_states  # noqa: PLC0415
 
     facts = machine_facts()
     states = backend_states(facts)
@@ -53,7 +53,7 @@ def doctor(
 
 def _checks(spec: Path, store: Path | None, facts: MachineFacts) -> tuple[Check, ...]:
     from trtforge.backends.compatibility import compatibility  # noqa: PLC0415
-    from trtforge.pipeline import read_model  # noqa: PLC0415
+    from trtforge.planning import read_model  # noqa: PLC0415
 
     spec_file, graph = read_model(spec, store)
     return compatibility(spec_file, graph, facts)

@@ -42,20 +42,22 @@ def parity(
     progress_style: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Compare every step from PyTorch or ONNX to the builder with the step before it."""
-    from trtforge import pipeline, proof  # noqa: PLC0415 - keeps --help quick
+    from trtforge import proof  # noqa: PLC0415 - keeps --help quick
     from trtforge.cli.console import print_json, print_problems, progress, say  # noqa: PLC0415
     from trtforge.errors import exit_code_of  # noqa: PLC0415
     from trtforge.files import write_text  # noqa: PLC0415
     from trtforge.parity import bisect  # noqa: PLC0415
     from trtforge.parity.report import lines  # noqa: PLC0415
     from trtforge.plain import to_plain  # noqa: PLC0415
+    from trtforge.planning import make_plan  # noqa: PLC0415
+    from trtforge.run import open_run  # noqa: PLC0415
 
     saved = None
     if rejudge:
         found = proof.rejudged(rejudge, spec)
     else:
-        with progress(progress_style, as_json=as_json) as told, pipeline.open_run(spec, store, told) as run:
-            plan = pipeline.make_plan(spec, run, may_export=True)
+        with progress(progress_style, as_json=as_json) as told, open_run(spec, store, told) as run:
+            plan = make_plan(spec, run, may_export=True)
             saved = proof.save_for_polygraphy(plan, save) if save else None
             found = proof.prove(
                 plan,

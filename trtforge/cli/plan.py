@@ -12,8 +12,9 @@ import typer
 from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle, StoreOption
 
 if TYPE_CHECKING:
-    from trtforge.pipeline import Plan
-    from trtforge.types import Shape
+    from trtforge.machine import MachineFacts
+    from trtforge.planning import Plan, PlannedUnit
+    from trtforge.types import BuildUnit, Shape
 
 
 def plan(
@@ -29,13 +30,14 @@ def plan(
     progress_style: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Show what would be built here, every default spelled out. Runs no builder."""
-    from trtforge import pipeline  # noqa: PLC0415
+    from trtforge import planning  # noqa: PLC0415
     from trtforge.cli.console import print_json, progress  # noqa: PLC0415
+    from trtforge.run import open_run  # noqa: PLC0415
 
-    with progress(progress_style, as_json=as_json) as report, pipeline.open_run(spec, store, report) as run:
-        made = pipeline.make_plan(spec, run)
-        verdicts = pipeline.explain(made, run) if explain else {}
-        rows = pipeline.decision_rows(made, run) if decisions else []
+    with progress(progress_style, as_json=as_json) as report, open_run(spec, store, report) as run:
+        made = planning.make_plan(spec, run)
+        verdicts = planning.explain(made, run) if explain else {}
+        rows = planning.decision_rows(made, run) if decisions else []
     if as_json:
         print_json(_json(made, verdicts) | ({"decisions": rows} if decisions else {}))
     elif decisions:
@@ -61,14 +63,14 @@ def _json(made: Plan, verdicts: Mapping[str, str]) -> dict[str, Any]:
         "spec": {"path": made.spec_file.path, "digest": made.spec_file.digest, "values": asdict(spec)},
         "graph": {name: value for name, value in graph.items() if name not in ("path", "weights_dir", "operators")},
         "profiles": [asdict(profile) for profile in made.profiles],
-        "engines": [_engine_json(planned) for planned in made.units],
+        "engines": [_engine_json(planned) | _measured_json(planned, made) for planned in made.units],
         "warnings": [problem.summary for problem in made.warnings],
         "output": spec.output,
         **({"stages": dict(verdicts)} if verdicts else {}),
     }
 
 
-def _engine_json(planned: Any) -> dict[str, Any]:
+def _engine_json(planned: PlannedUnit) -> dict[str, Any]:
     value = {
         **asdict(planned.unit),
         "key": planned.key.digest,
@@ -84,6 +86,17 @@ def _engine_json(planned: Any) -> dict[str, Any]:
             "next_step": problem.next_step,
         }
     return value
+
+
+def _measured_json(planned: PlannedUnit, made: Plan) -> dict[str, Any]:
+    """Whether a build here measures the engine, and why not."""
+    if made.spec_file.spec.performance is None:
+        return {"measured": False, "not_measured": "the spec does not ask for it"}
+    if planned.missing:
+        return {"measured": False, "not_measured": "it is not built here"}
+    text = _measuring(planned.unit, made.facts)
+    measured = text.startswith("measured on ")
+    return {"measured": measured, "not_measured": "" if measured else text.removeprefix("not measured: ")}
 
 
 def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
@@ -129,6 +142,11 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
         f"{spec.parity.samples or 'no samples'}, {spec.parity.random_shapes} drawn sizes, seed {spec.parity.seed}",
     )
     _row("accuracy", f"{spec.accuracy.metric}, max_drop {spec.accuracy.max_drop}" if spec.accuracy else "no metric")
+    for name, value in asdict(spec.performance).items() if spec.performance else ():
+        shown = shown_path(value) if isinstance(value, Path) else value if isinstance(value, dict) else _word(value)
+        _row("performance", f"{name} {shown or 'opt of every profile'}")
+    if spec.performance is None:
+        _row("performance", "not measured, as the spec does not ask for it")
     for name, value in asdict(spec.builder).items():
         _row("builder", f"{name} {_word(value)}")
     _row("fail_on_warning", ", ".join(spec.fail_on_warning) or "none")
@@ -139,12 +157,22 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
             _row(
                 "engine", f"{planned.unit.identifier}.engine  by {planned.unit.backend} {planned.unit.backend_version}"
             )
+            if spec.performance:
+                _row("", _measuring(planned.unit, made.facts))
         else:
             word = "skipped" if planned.missing.skipped else "not here"
             _row(word, f"{planned.unit.identifier}: {planned.missing.problem.summary}")
             _row("", f"next: {planned.missing.problem.next_step}")
     for stage, verdict in verdicts.items():
         say(f"{stage}: {verdict}")
+
+
+def _measuring(unit: BuildUnit, facts: MachineFacts) -> str:
+    from trtforge.performance import not_measured  # noqa: PLC0415
+    from trtforge.targets import measured_on  # noqa: PLC0415
+
+    gpu = measured_on(unit, facts)
+    return f"measured on {gpu.device_name}" if gpu else f"not measured: {not_measured(unit, facts).reason}"
 
 
 def _row(label: str, text: str) -> None:

@@ -35,6 +35,13 @@ def verify(
         str | None, typer.Option(help="With --spec: identifier, where several fit.", show_default=False)
     ] = None,
     device: Annotated[int, typer.Option(help="With --spec: CUDA's index of the GPU.", min=0)] = 0,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            help="With --spec: tensorrt, or for a version-compatible engine tensorrt_lean or tensorrt_dispatch.  [default: the first that is installed]",
+            show_default=False,
+        ),
+    ] = None,
     allow_host_code: Annotated[
         bool,
         typer.Option(
@@ -54,7 +61,9 @@ def verify(
     proof = None
     problems = report.problems
     if spec and not problems:  # an engine that is not what the manifest says is not loaded
-        proof = _prove(manifest, spec, store, identifier=engine, device=device, allow_host_code=allow_host_code)
+        proof = _prove(
+            manifest, spec, store, identifier=engine, device=device, runtime=runtime, allow_host_code=allow_host_code
+        )
         problems = _proof_problems(proof)
     code = exit_code_of(problems) if problems else 0
     if as_json:
@@ -80,12 +89,19 @@ def verify(
 
 
 def _prove(
-    manifest: Path, spec: Path, store: Path | None, *, identifier: str | None, device: int, allow_host_code: bool
+    manifest: Path,
+    spec: Path,
+    store: Path | None,
+    *,
+    identifier: str | None,
+    device: int,
+    runtime: str | None,
+    allow_host_code: bool,
 ) -> EngineProof:
-    from trtforge import pipeline  # noqa: PLC0415
     from trtforge.engine_proof import prove_engine  # noqa: PLC0415
+    from trtforge.run import open_run  # noqa: PLC0415
 
-    with pipeline.open_run(spec, store, lambda _event: None) as run:
+    with open_run(spec, store, lambda _event: None) as run:
         return prove_engine(
             manifest,
             spec,
@@ -93,6 +109,7 @@ def _prove(
             identifier=identifier,
             cuda_library=None,
             device=device,
+            runtime=runtime,
             allow_host_code=allow_host_code,
         )
 

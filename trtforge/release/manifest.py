@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from trtforge.errors import IntegrityError, Problem, StoreError, Where, raise_any
+from trtforge.errors import IntegrityError, Problem, StoreError, Where, raise_any, shown_path
 
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
@@ -266,6 +266,7 @@ class NotRun:
 
     status: Literal["not_run"] = "not_run"
     reason: str
+    next_step: str = ""
 
 
 @_STRICT
@@ -301,12 +302,103 @@ class AccuracyRecord:
     allowed: float
 
 
+Milliseconds = Annotated[float, Field(ge=0)]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PercentilesRecord:
+    """Of one kind of time, in milliseconds, by trtexec's rule."""
+
+    p50: Milliseconds
+    p90: Milliseconds
+    p95: Milliseconds
+    p99: Milliseconds
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowdownRecord:
+    """Median latency over that of the previous engine, minus 1, with its confidence interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointRecord:
+    """An engine at one set of sizes."""
+
+    sizes: dict[str, Count]
+    """Name of the open size -> size."""
+    profile: str
+    latency_ms: PercentilesRecord
+    """Copies of inputs and outputs included."""
+    compute_ms: PercentilesRecord
+    throughput_qps: Annotated[float, Field(ge=0)]
+    num_queries: Count
+    context_bytes: Count
+    """GPU memory that contexts and tensors take besides the engine."""
+    slowdown: SlowdownRecord | None
+    """Null where nothing was compared."""
+    remarks: tuple[str, ...]
+    """What makes the figures less sure than they look, such as clocks that move."""
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousRecord:
+    """The engine of an earlier bundle that was measured by turns with this one."""
+
+    identifier: str
+    digest: Digest
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """Everything measured of one engine."""
+
+    status: Literal["measured"] = "measured"
+    engine_digest: Digest
+    gpu: str
+    driver: str
+    tensorrt: str
+    cuda: str
+    """Library that reached CUDA."""
+    switches: dict[str, bool | int | float]
+    """How it was measured, as `trtforge bench` names them."""
+    engine_bytes: Count
+    """GPU memory that loading took."""
+    points: Annotated[tuple[PointRecord, ...], Field(min_length=1)]
+    previous: PreviousRecord | NotRun | None
+    """Null where no regression was to be found."""
+    warnings: tuple[str, ...]
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerformanceRecord:
+    """What the spec asks of the engines, and what was measured of each."""
+
+    status: Literal["measured"] = "measured"
+    p99_ms: float | None
+    throughput_qps: float | None
+    max_regression: float | None
+    sizes: dict[str, tuple[Count, ...]]
+    cuda_graph: bool
+    engines: dict[str, Annotated[EngineFigures | NotRun, Field(discriminator="status")]]
+    """Identifier -> figures."""
+
+
 @_STRICT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRecord:
     """What the ranges of a calibrated build come from."""
 
-    method: Literal["auto", "minmax", "percentile", "entropy", "mse"]
+    method: Literal["auto", "minmax", "percentile", "entropy", "mse", "tensorrt_entropy", "tensorrt_minmax"]
     """As asked for."""
     num_samples: Count
     """Rows, not batches."""
@@ -382,8 +474,13 @@ class Manifest:
     parity: tuple[ParityRecord, ...]
     """In the order of the steps."""
     accuracy: AccuracyRecord | NotRun
-    performance: NotRun
+    performance: Annotated[PerformanceRecord | NotRun, Field(discriminator="status")]
     missing: tuple[MissingTarget, ...]
+
+
+_NO_FIGURES = NotRun(
+    reason="it was built before the spec asked for these figures", next_step="trtforge build SPEC, on its GPU"
+)
 
 
 def _consistent(manifest: Manifest) -> Manifest:
@@ -489,7 +586,26 @@ def merge(previous: Manifest, new: Manifest, units_still_planned: Collection[str
     used_hosts = {artifact.host for artifact in artifacts}
     hosts = {key: host for key, host in {**previous.hosts, **new.hosts}.items() if key in used_hosts | set(new.hosts)}
     missing = tuple(target for target in new.missing if target.identifier not in built)
-    return replace(new, artifacts=artifacts, hosts=hosts, missing=missing)
+    performance = _merged_performance(previous.performance, new.performance, artifacts)
+    return replace(new, artifacts=artifacts, hosts=hosts, missing=missing, performance=performance)
+
+
+def _merged_performance(
+    previous: PerformanceRecord | NotRun, new: PerformanceRecord | NotRun, artifacts: tuple[Artifact, ...]
+) -> PerformanceRecord | NotRun:
+    """What `new` asks for; of an engine that it has no figures of, those of `previous` that were taken the same way."""
+    if isinstance(new, NotRun):
+        return new
+    known = {}
+    if isinstance(previous, PerformanceRecord) and (previous.sizes, previous.cuda_graph) == (new.sizes, new.cuda_graph):
+        known = previous.engines
+    engines: dict[str, EngineFigures | NotRun] = {}
+    for artifact in artifacts:
+        name = artifact.identifier
+        found, earlier = new.engines.get(name, _NO_FIGURES), known.get(name)
+        is_kept = isinstance(earlier, EngineFigures) and earlier.engine_digest == artifact.digest
+        engines[name] = earlier if is_kept and isinstance(found, NotRun) and earlier else found
+    return replace(new, engines=engines)
 
 
 def _plain(value: Any) -> Any:
@@ -512,7 +628,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}", next_step=_NAME_A_MANIFEST) from error
+        raise StoreError(f"{shown_path(path)} cannot be read: {error.strerror}", next_step=_NAME_A_MANIFEST) from error
     if len(data) > MAX_MANIFEST_BYTES:
         raise IntegrityError(
             f"{path} is larger than {MAX_MANIFEST_BYTES >> 20} MiB, so it is not a manifest", next_step=_COPY_AGAIN

@@ -15,7 +15,16 @@ from trtforge.digests import file_digest
 from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, Problem, StoreError, Where
 from trtforge.gpu_models import compute_capability_number, gpu_model, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
-from trtforge.release.manifest import AccuracyRecord, Artifact, Manifest, read_manifest
+from trtforge.release.gates import missed_gates, not_judged, sizes_text
+from trtforge.release.later_versions import reaches, version_parts
+from trtforge.release.manifest import (
+    AccuracyRecord,
+    Artifact,
+    EngineFigures,
+    Manifest,
+    PerformanceRecord,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,9 +38,6 @@ _COPY_AGAIN = f"copy the file again from where it was built, or run: {_REBUILD}"
 _WANTED_TENSORRT = re.compile(r"(?:(tensorrt(?:[_-]rtx)?)[ =]+)?(\d{1,6}(?:\.\d{1,6})*)")
 # TensorRT-RTX counts from 1.0; the first TensorRT that trtforge supports is 8.6.
 _LAST_RTX_MAJOR = 7
-# Engines built as version compatible run on later versions of their major and of the next one.
-# Source: TensorRT documentation, "Version Compatibility": 8.6 -> 10.x, 10.x -> 11.x, forward only.
-_NEXT_MAJOR = {8: 10, 10: 11}
 _AMPERE = 80
 
 
@@ -210,7 +216,7 @@ def _header_checks(artifact: Artifact, header: PlanHeader | None, size_bytes: in
     yield Check(file, "header_kind", "ok", header.kind)
 
     found = ".".join(map(str, header.version))
-    stated = _numbers(artifact.backend_version)
+    stated = version_parts(artifact.backend_version)
     agreeing = [one == other % 256 for one, other in zip(header.version, stated, strict=False)]
     if all(agreeing):
         yield Check(file, "header_version", "ok", found)
@@ -326,16 +332,10 @@ def _named_version(text: str) -> _Version:
             f"'{text}' is no TensorRT version, expected such as 10.9 or 'tensorrt_rtx 1.7.1'",
             next_step="--tensorrt 10.9",
         )
-    parts = _numbers(match[2])
+    parts = version_parts(match[2])
     backend = "tensorrt_rtx" if parts[0] <= _LAST_RTX_MAJOR else "tensorrt"
     backend = match[1].replace("-", "_") if match[1] else backend
     return _Version(f"{backend} {match[2]}", backend, parts)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`8.6.1.post1` as (8, 6, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _groups(manifest: Manifest, gpus: list[_Gpu]) -> list[list[Artifact]]:
@@ -360,7 +360,7 @@ def _tensorrt_checks(
     else:
         for backend in sorted({artifact.backend for group in groups for artifact in group}):
             installed = here.packages.get(backend, "")
-            if parts := _numbers(installed):
+            if parts := version_parts(installed):
                 yield from _version_checks(groups, _Version(f"{backend} {installed} here", backend, parts))
             else:
                 text = f"{backend} is not installed here"
@@ -382,13 +382,16 @@ def _version_checks(groups: list[list[Artifact]], version: _Version) -> Iterator
 
 
 def _version_check(artifact: Artifact, version: _Version) -> Check:
-    built = _numbers(artifact.backend_version)
+    built = version_parts(artifact.backend_version)
     text = f"{artifact.file} was built by {artifact.backend} {artifact.backend_version}, expected {version.text}"
     if all(one == other for one, other in zip(built, version.parts, strict=False)):
         text = f"{artifact.file} was built by {artifact.backend} {artifact.backend_version}"
         return Check(artifact.file, "tensorrt", "ok", text)
-    is_later = version.parts > built and version.parts[0] in {built[0], _NEXT_MAJOR.get(built[0])}
-    if artifact.backend == "tensorrt" and artifact.settings.get("version_compatible") is True and is_later:
+    if (
+        artifact.backend == "tensorrt"
+        and artifact.settings.get("version_compatible") is True
+        and reaches(built, version.parts)
+    ):
         text += "; it is version compatible, so that loads it once host code is allowed"
         return Check(artifact.file, "tensorrt", "warning", text, "runtime.engine_host_code_allowed = True")
     return _unfit(artifact.file, "tensorrt", text)
@@ -409,9 +412,44 @@ def _measured_checks(manifest: Manifest) -> Iterator[Check]:
     for record in manifest.parity:
         verdict: Verdict = "ok" if record.verdict == "passed" else "not_checked"
         yield Check(None, "parity", verdict, f"{record.stage}: {record.reason}")
-    for name, measured in (("accuracy", manifest.accuracy), ("performance", manifest.performance)):
-        if isinstance(measured, AccuracyRecord):
-            text = f"{measured.metric} {measured.reference:.4g}, {measured.candidate:.4g} in the asked types"
-            yield Check(None, name, "ok", text)
-        else:
-            yield Check(None, name, "not_checked", f"{name} was not measured: {measured.reason}")
+    accuracy = manifest.accuracy
+    if isinstance(accuracy, AccuracyRecord):
+        text = f"{accuracy.metric} {accuracy.reference:.4g}, {accuracy.candidate:.4g} in the asked types"
+        yield Check(None, "accuracy", "ok", text)
+    else:
+        yield Check(
+            None, "accuracy", "not_checked", f"accuracy was not measured: {accuracy.reason}", accuracy.next_step
+        )
+    asked = manifest.performance
+    if isinstance(asked, PerformanceRecord):
+        for artifact in manifest.artifacts:
+            yield from _performance_checks(artifact, asked)
+    else:
+        text = f"performance was not measured: {asked.reason}"
+        yield Check(None, "performance", "not_checked", text, asked.next_step)
+
+
+def _performance_checks(artifact: Artifact, asked: PerformanceRecord) -> Iterator[Check]:
+    name, file = artifact.identifier, artifact.file
+    figures = asked.engines.get(name)
+    if not isinstance(figures, EngineFigures):
+        reason, next_step = (
+            (figures.reason, figures.next_step) if figures else ("the manifest has no figures of it", "")
+        )
+        yield Check(file, "performance", "not_checked", f"{name} was not measured: {reason}", next_step)
+        return
+    if figures.engine_digest != artifact.digest:
+        text = f"the figures of {name} are of another engine, {figures.engine_digest[:12]}"
+        yield _broken(file, "performance", text, _REBUILD)
+        return
+    problems = tuple(missed_gates(name, figures, asked))
+    for problem in problems:
+        yield Check(file, "performance", "failed", problem.summary, problem.next_step, problem.exit_code)
+    if not problems:
+        gates = [gate for gate in ("p99_ms", "throughput_qps") if getattr(asked, gate) is not None]
+        worst = max(figures.points, key=lambda point: point.latency_ms.p99)
+        text = f"{name}: p99 {worst.latency_ms.p99:.3f} ms at {sizes_text(worst.sizes)} on {figures.gpu}"
+        yield Check(file, "performance", "ok", f"{text}; keeps {' and '.join(gates)}" if gates else f"{text}; no limit")
+    if unjudged := not_judged(figures, asked):
+        text = f"max_regression of {name} was not judged: {unjudged.reason}"
+        yield Check(file, "performance", "not_checked", text, unjudged.next_step)

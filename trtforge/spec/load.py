@@ -26,6 +26,7 @@ _PATH_KEYS: tuple[Key, ...] = (
     ("calibration", "table"),
     ("profiles", "from_traffic", "log"),
     ("profiles", "from_traffic", "latencies"),
+    ("performance", "previous"),
     ("output",),
     ("plugins",),
 )

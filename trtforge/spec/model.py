@@ -287,6 +287,11 @@ class Precision:
     tf32: StrictBool = False
     """Let FP32 matrix products round their inputs to TF32 on Ampere and later."""
 
+    @property
+    def is_implicit(self) -> bool:
+        """Whether the builder quantizes by scales, and the graph holds none."""
+        return self.quantization == "implicit"
+
 
 _Channel = tuple[Number, ...]
 
@@ -331,8 +336,9 @@ class Calibration:
     """A table that `trtforge calibrate` wrote, instead of data."""
     images: Images | None = None
     """How image files become an input."""
-    method: Literal["auto", "minmax", "percentile", "entropy", "mse"] = "auto"
-    """How a scale comes from what was seen; `auto` picks one for each tensor."""
+    method: Literal["auto", "minmax", "percentile", "entropy", "mse", "tensorrt_entropy", "tensorrt_minmax"] = "auto"
+    """How a scale comes from what was seen; `auto` picks one for each tensor. `tensorrt_...` are the calibrators of
+    TensorRT 8.6 and 10.x themselves, for `quantization: implicit`."""
     percentile: Annotated[float, Field(gt=50, le=100), BeforeValidator(_number)] = 99.99
     """Of `percentile`: the share of magnitudes, in percent, that stays inside the range."""
     samples: Annotated[int, Field(ge=1, le=_INT64_MAX), BeforeValidator(_size)] | None = None
@@ -349,6 +355,11 @@ class Calibration:
         given = [name for name in ("data", "callable", "table") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"found {' and '.join(given) or 'none'} of data, callable and table, expected one of them")
+
+    @property
+    def is_builders(self) -> bool:
+        """Whether TensorRT's own calibrator makes the scales, while it builds."""
+        return self.method.startswith("tensorrt_")
 
 
 @_FORBID
@@ -491,6 +502,35 @@ class Accuracy:
     """The metric's range: 1 for shares, 100 for percent."""
 
 
+_MeasuredSize = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_size)]
+
+
+@_FORBID
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performance:
+    """Every engine whose GPU is in the machine that builds is measured, and must keep these limits."""
+
+    p99_ms: Positive | None = None
+    """Largest p99 latency in milliseconds, copies of inputs and outputs included, at each size."""
+    throughput_qps: Positive | None = None
+    """Least queries a second at each size; one batch is one query."""
+    max_regression: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] | None = None
+    """Share by which the median latency may exceed that of the engine in `previous`, measured by turns."""
+    previous: SpecPath | None = None
+    """manifest.json of the bundle to compare with."""
+    sizes: dict[Text, Annotated[tuple[_MeasuredSize, ...], Field(min_length=1)]] = field(default_factory=dict)
+    """Name of an open size (INPUT[AXIS] where it has none) -> sizes to measure at, in every combination; by default opt
+    of every profile."""
+    cuda_graph: StrictBool = False
+    """Measure the engine replayed as a CUDA graph."""
+
+    def __post_init__(self) -> None:
+        """A regression is one against something."""
+        if (self.max_regression is None) != (self.previous is None):
+            found = "max_regression" if self.previous is None else "previous"
+            raise ValueError(f"found {found} alone, expected max_regression and previous together")
+
+
 Target = RtxTarget | TensorRtTarget
 
 
@@ -515,6 +555,8 @@ class BuildSpec:
     builder: BuilderSettings = field(default_factory=BuilderSettings)
     parity: Parity = field(default_factory=Parity)
     accuracy: Accuracy | None = None
+    performance: Performance | None = None
+    """Without it, a build measures nothing."""
     plugins: tuple[SpecPath, ...] = ()
     """Libraries with operators of their own, for TensorRT on Linux; loaded while an engine is built."""
     fail_on_warning: tuple[Word, ...] = ()

@@ -1,0 +1,53 @@
+"""Makes a process that runs `trtforge bench` believe in an H200, with the stand-ins for TensorRT and CUDA.
+
+BENCH_DIES: TensorRT crashes while it loads the engine. A query takes 2 ms for copies, 1 ms a row, and 10 ms less the
+last byte of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+
+from fake_gpu import Rig
+
+from trtforge import bench, machine
+from trtforge.machine import GpuFacts
+from trtforge.runtime import session
+
+
+class _Rig(Rig):
+    def _engine(self, runtime, data):
+        if "BENCH_DIES" in os.environ:
+            sys.stderr.write("about to die\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        engine = super()._engine(runtime, data)
+        engine.__dict__["extra_ms"] = 10 - bytes(data)[-1]
+        return engine
+
+    def _context(self, engine):
+        context = super()._context(engine)
+        context.__dict__["extra_ms"] = engine.extra_ms
+        return context
+
+    def _execute(self, context, stream):
+        def wait():
+            self.cuda.clock_ms += context.extra_ms
+
+        self.cuda.do(wait)
+        return super()._execute(context, stream)
+
+
+_rig = _Rig(os.environ["STAND_IN_VERSION"])
+_measure = bench.measure
+sys.modules["tensorrt"] = _rig.module
+session.open_cuda = lambda _library, _device: _rig.cuda
+_h200 = GpuFacts(0, "NVIDIA H200", "H200", "sm90", 132, 150_000_000_000, "GPU-1")
+_facts = replace(machine.machine_facts(), gpus=(_h200,), cuda_driver_version="580.1")
+machine.machine_facts = session.machine_facts = lambda: _facts
+bench.measure = lambda lanes, cuda, feeds, switches: _measure(
+    lanes, cuda, feeds, replace(switches, duration_s=0.0, warm_up_ms=0.0)
+)

@@ -1,0 +1,215 @@
+"""The keys of a build's stages: everything that decides a stage's result, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from trtforge.errors import SpecError, shown_path
+from trtforge.machine import GpuFacts, MachineFacts
+from trtforge.release.manifest import PerformanceRecord
+from trtforge.spec.load import SpecFile
+from trtforge.store import StageKey
+from trtforge.types import BuildUnit, Graph, Profile
+
+VERSIONS = {
+    "export": 1,
+    "ingest": 1,
+    "traffic": 1,
+    "profile check": 1,
+    "calibrate": 1,
+    "parity": 3,
+    "lower": 4,
+    "build": 3,
+    "bench": 1,
+}
+"""Raise one where the stage's code starts to give another result for the same inputs."""
+
+DigestOf = Callable[[Path], str]
+"""SHA-256 of a file."""
+
+
+def _profiles_parameter(profiles: tuple[Profile, ...]) -> list[dict[str, Any]]:
+    """Profiles for keys."""
+    return [
+        {
+            "name": profile.name,
+            "inputs": {name: asdict(shapes) for name, shapes in profile.shapes.items()},
+            "values": {name: asdict(values) for name, values in profile.values.items()},
+        }
+        for profile in profiles
+    ]
+
+
+def unit_key(
+    unit: BuildUnit,
+    spec_file: SpecFile,
+    lowered: StageKey | None,
+    inputs: Mapping[str, str],
+    facts: MachineFacts,
+) -> StageKey:
+    """Of an engine; `inputs` are digests of files that the builder reads besides the graph."""
+    precision: dict[str, Any] = {"type": unit.precision, "quantization": spec_file.spec.precision.quantization}
+    if spec_file.spec.precision.is_implicit:
+        precision["rest"] = spec_file.spec.precision.rest
+    lowering = {"lowering": lowered.digest} if lowered else {}
+    driver = {"driver": facts.cuda_driver_version} if unit.backend == "tensorrt" else {}
+    return StageKey(
+        "build",
+        VERSIONS["build"],
+        {"model": unit.graph_digest, **lowering, **inputs},
+        {
+            "gpu": unit.gpu,
+            "compute_capability": unit.compute_capability,
+            "precision": precision | {"tf32": unit.tf32},
+            "builder": unit.settings,
+            "profiles": _profiles_parameter(unit.profiles),
+        },
+        {unit.backend: unit.backend_version} | driver,
+    )
+
+
+def bench_key(
+    unit: BuildUnit, engine: str, previous: str | None, asked: PerformanceRecord, gpu: GpuFacts, facts: MachineFacts
+) -> StageKey:
+    """Of an engine's figures. Gates belong to it: figures that miss one are not kept."""
+    return StageKey(
+        "bench",
+        VERSIONS["bench"],
+        {"engine": engine} | ({"previous engine": previous} if previous else {}),
+        {
+            "performance": {
+                "p99_ms": asked.p99_ms,
+                "throughput_qps": asked.throughput_qps,
+                "max_regression": asked.max_regression,
+                "sizes": {name: list(sizes) for name, sizes in asked.sizes.items()},
+                "cuda_graph": asked.cuda_graph,
+            },
+            "profiles": _profiles_parameter(unit.profiles),
+        },
+        {"driver": facts.cuda_driver_version, "GPU": f"{gpu.device_name}, {gpu.num_sms} SMs"},
+    )
+
+
+def check_key(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], facts: MachineFacts) -> StageKey:
+    """Of the run of the model at every point of every profile."""
+    return StageKey(
+        "profile check",
+        VERSIONS["profile check"],
+        {"model": graph.digest},
+        {
+            "profiles": _profiles_parameter(profiles),
+            "inputs": {name: asdict(values) for name, values in spec_file.spec.inputs.items()},
+        },
+        {"onnxruntime": facts.packages["onnxruntime"]},
+    )
+
+
+def calibrate_key(
+    spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ...], check: StageKey, digest_of: DigestOf
+) -> StageKey | None:
+    """Of the calibration, from the bytes of its data. Runs no Python of the spec; of a script, its own file counts."""
+    calibration = spec_file.spec.calibration
+    if calibration is None or calibration.table is not None or calibration.is_builders:
+        return None
+    from trtforge.samples.calibration import open_calibration  # noqa: PLC0415 - loads numpy
+
+    data = open_calibration(spec_file, graph, profiles, digest_of=digest_of)
+    return StageKey(
+        "calibrate",
+        VERSIONS["calibrate"],
+        {"model": graph.digest, "data": data.digest},
+        {
+            "method": calibration.method,
+            "percentile": float(calibration.percentile),
+            "inputs": check.parameters["inputs"],
+            "profiles": check.parameters["profiles"],
+        }
+        | ({"quantization": "implicit"} if spec_file.spec.precision.is_implicit else {}),
+        check.environment,
+    )
+
+
+def calibration_input(spec_file: SpecFile, calibrated: StageKey | None, digest_of: DigestOf) -> dict[str, str]:
+    """What scales come from, for keys."""
+    calibration = spec_file.spec.calibration
+    if calibrated:
+        return {"calibration": calibrated.digest}
+    if calibration is None or calibration.table is None:
+        return {}
+    next_step = "trtforge calibrate SPEC --output TABLE"
+    digest = _digest_or_problem(calibration.table, spec_file, ("calibration", "table"), next_step, digest_of)
+    return {"calibration": digest}
+
+
+def _samples_digest(spec_file: SpecFile, digest_of: DigestOf) -> dict[str, str]:
+    samples = spec_file.spec.parity.samples
+    if samples is None:
+        return {}
+    next_step = "name an npz with an array for each input"
+    return {"samples": _digest_or_problem(samples, spec_file, ("parity", "samples"), next_step, digest_of)}
+
+
+def _digest_or_problem(
+    path: Path, spec_file: SpecFile, key: tuple[str, ...], next_step: str, digest_of: DigestOf
+) -> str:
+    try:
+        return digest_of(path)
+    except OSError as error:
+        text = f"{shown_path(path)}: {error.strerror}"
+        raise SpecError(text, where=spec_file.where(*key), next_step=next_step) from None
+
+
+def _proof_parameters(spec_file: SpecFile, check: StageKey) -> dict[str, Any]:
+    """What decides the inputs that a model is compared on."""
+    parity = spec_file.spec.parity
+    return {**check.parameters, "parity": {"random_shapes": parity.random_shapes, "seed": parity.seed}}
+
+
+def lower_key(
+    spec_file: SpecFile, check: StageKey, calibrated: StageKey | None, max_opset: int, digest_of: DigestOf
+) -> StageKey:
+    """Of the lowering to the type that the spec asks for; `calibrated` is the calibration's."""
+    spec = spec_file.spec
+    precision = spec.precision
+    inputs = {
+        **check.inputs,
+        **_samples_digest(spec_file, digest_of),
+        **calibration_input(spec_file, calibrated, digest_of),
+    }
+    parameters: dict[str, Any] = {
+        "type": precision.type,
+        "keep": {"fp32": list(precision.keep.fp32)},
+        "min_share": float(precision.min_share),
+    }
+    if precision.type != "fp16":
+        parameters["max_opset"] = max_opset
+    if precision.type == "int8":
+        parameters["rest"] = precision.rest
+        parameters["keep"] |= {"rest": list(precision.keep.rest)}
+    return StageKey(
+        "lower",
+        VERSIONS["lower"],
+        inputs,
+        _proof_parameters(spec_file, check) | {"precision": parameters},
+        check.environment,
+    )
+
+
+def parity_key(
+    stage: Literal["mended", "lowered"], spec_file: SpecFile, check: StageKey, before: StageKey, digest_of: DigestOf
+) -> StageKey:
+    """Of the comparison of a step with the one whose key is `before`."""
+    bounds = {
+        "bounds": asdict(getattr(spec_file.spec.parity, stage)),
+        "outputs": {name: asdict(entry) for name, entry in spec_file.spec.parity.outputs.items()},
+    }
+    return StageKey(
+        f"parity {stage}",
+        VERSIONS["parity"],
+        {**before.inputs, **_samples_digest(spec_file, digest_of), "before": before.digest},
+        _proof_parameters(spec_file, check) | bounds,
+        before.environment,
+    )
