@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtforge.digests import file_digest
-from trtforge.errors import StoreError
-from trtforge.files import explained, locked, locked_if_free
+from trtforge.errors import CommandLineError, IntegrityError, StoreError, shown_path
+from trtforge.files import commit, explained, locked, locked_if_free, write_aside
 from trtforge.store import SWEEP_LOCK, Record, blob_path, read_record
 
 YOUNG_SECONDS = 3600.0
 """A blob that came within the last hour stays, whether or not a record names it."""
 _NEXT_STEP = "name the folder of a store with --store"
+_LIST = "trtforge store ls --json  # names the files of every stage by digest"
+_DIGITS = re.compile("[0-9a-f]{6,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,40 @@ def check(root: Path) -> Checked:
         with suppress(FileNotFoundError):
             damage += _record_damage(root, path, bad)
     return Checked(len(records), len(blobs), tuple(damage))
+
+
+def copy_blob(root: Path, digits: str, target: Path) -> str:
+    """Copies a blob out of the store at `root`, whole or not at all. Returns its digest.
+
+    Args:
+        root: folder of the store.
+        digits: the first digits of its SHA-256, as many as tell it from others.
+        target: the new file.
+
+    Raises:
+        CommandLineError: `digits` are no such digits, or name no blob or several; or `target` is there.
+        IntegrityError: the blob is damaged.
+        StoreError: there is no store, or the file cannot be written.
+    """
+    _refuse_other_folder(root)
+    if not _DIGITS.fullmatch(digits):
+        raise CommandLineError(f"found '{digits}', expected 6 or more hexadecimal digits", next_step=_LIST)
+    found = [path for path in _blob_paths(root) if path.name.startswith(digits)]
+    if len(found) != 1:
+        raise CommandLineError(
+            f"{root} holds {len(found) or 'no'} files whose digest begins with {digits}", next_step=_LIST
+        )
+    if target.exists():
+        raise CommandLineError(f"{shown_path(target)} is there already", next_step="name another file")
+    (source,) = found
+    with explained(target.parent, _size(source), f"ls -ld {target.parent}"):
+        with source.open("rb") as reader:
+            aside, digest = write_aside(target.parent, reader)
+        if digest != source.name:
+            aside.unlink()
+            raise IntegrityError(f"{source} is damaged: its content has SHA-256 {digest}", next_step=f"rm {source}")
+        commit(aside, target)
+    return digest
 
 
 def _blob_damage(path: Path) -> Iterator[Damage]:

@@ -538,6 +538,8 @@ def test_ls_gc_and_verify(write_spec, tmp_path):
     )
     listed = json.loads(store_verb(tmp_path, "ls", "--json")[1])
     assert sum(record["size_bytes"] for record in listed["records"]) == listed["size_bytes"] == blob.stat().st_size
+    assert store_verb(tmp_path, "get", blob.name[:12], str(tmp_path / "copy"))[0] == 0
+    assert (tmp_path / "copy").read_bytes() == blob.read_bytes()
     checked = json.loads(store_verb(tmp_path, "verify", "--json")[1])
     assert (checked["ok"], checked["records"], checked["blobs"], checked["damage"]) == (True, 4, 1, [])
     assert "would remove 4 records and 0 blobs" in store_verb(tmp_path, "gc", "--older-than", "0m", "--dry-run")[1]

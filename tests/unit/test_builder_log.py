@@ -98,6 +98,24 @@ QUOTED = [
         [error("3: getPluginCreator could not find plugin: SequenceConstruct version: 1")],
     ),
     (
+        "libnvinfer_lean.so.1 is not where libraries are looked for",
+        [
+            error(
+                "IBuilder::buildSerializedNetwork: Error Code 6: API Usage Error (Unable to load library: "
+                "libnvinfer_lean.so.1: libnvinfer_lean.so.1: cannot open shared object file: No such file or directory)"
+            )
+        ],
+    ),
+    (
+        "TensorRT 8.6 does not take INT8 weights of MatMul",
+        [
+            error(
+                "2: [graphOptimizer.cpp::convertMyelinWeightsToFp32::7903] Error Code 2: Internal Error (Assertion "
+                "params.weights.type() != DataType::kINT8 failed. )"
+            )
+        ],
+    ),
+    (
         "(CUDA error 35)",
         [warning("CUDA initialization failure with error: 35. Please check your CUDA installation:  http://docs")],
     ),
@@ -164,7 +182,7 @@ def test_what_was_reported_elsewhere_is_explained(cause, log):
 def test_every_row_of_the_gpu_table_has_a_source_and_a_quotation():
     explained = {explain(log)[0].cause for _, log in QUOTED}
     for row in builder_log._GPU_TABLE:
-        assert row.source.startswith("https://")
+        assert row.source.startswith(("https://", "seen with "))
         cause = re.sub(r"\\{\w+\\}", ".+", re.escape(row.cause))
         assert any(re.fullmatch(cause, found) for found in explained), row.cause
 

@@ -12,7 +12,7 @@ import pytest
 
 from trtforge import upkeep
 from trtforge.digests import file_digest, value_digest
-from trtforge.errors import StoreError
+from trtforge.errors import CommandLineError, IntegrityError, StoreError
 from trtforge.files import locked
 from trtforge.store import StageKey, blob_path, differences, open_store, read_record, record_path
 
@@ -416,3 +416,28 @@ def test_a_blob_under_another_digest_is_damage(root, three):
     path.write_bytes(b"x")
     (found,) = upkeep.check(root).damage
     assert found == upkeep.Damage(path, f"its content has SHA-256 {file_digest(path)}, not the one in its name")
+
+
+def test_a_file_is_copied_out_by_its_first_digits(root, three, tmp_path):
+    digest = three.blobs["engine"]
+    assert upkeep.copy_blob(root, digest[:6], tmp_path / "copy") == digest
+    assert (tmp_path / "copy").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("digits", "text"),
+    [("../../x", "expected 6 or more"), ("abcde", "expected 6 or more"), ("0" * 64, "holds no files")],
+)
+def test_digits_that_name_no_file(root, three, tmp_path, digits, text):
+    with pytest.raises(CommandLineError, match=text):
+        upkeep.copy_blob(root, digits, tmp_path / "copy")
+
+
+def test_no_file_is_overwritten_and_no_damaged_one_copied(root, three, tmp_path):
+    digest = three.blobs["engine"]
+    with pytest.raises(CommandLineError, match="is there already"):
+        upkeep.copy_blob(root, digest, blob_path(root, digest))
+    blob_path(root, digest).write_bytes(b"bad")
+    with pytest.raises(IntegrityError, match="is damaged"):
+        upkeep.copy_blob(root, digest, tmp_path / "copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -243,6 +243,19 @@ _GPU_TABLE: Final[tuple[_Row, ...]] = (
         "export the model without {op}",
         source=f"{_TRT_ISSUES}/3164",
     ),
+    # Libraries and types
+    _Row(
+        r"Unable to load library: (?P<library>libnvinfer_lean[\w.]*)",
+        "a version-compatible engine carries TensorRT's lean runtime, and {library} is not where libraries are looked for",
+        "pip install tensorrt-lean, of the version that builds, and name the folder of {library} in LD_LIBRARY_PATH",
+        source="seen with TensorRT-RTX 1.7.1, asked for such an engine past trtforge's own refusal",
+    ),
+    _Row(
+        r"convertMyelinWeightsToFp32.*kINT8",
+        "TensorRT 8.6 does not take INT8 weights of MatMul and Gemm",
+        "give the FP32 model, with precision: {{type: int8}}, which keeps such weights FP32 before their QuantizeLinear",
+        source="seen with TensorRT 8.6 on an H200",
+    ),
     # GPU, driver, memory
     _Row(
         r"C[Uu][Dd][Aa] initialization failure with error:? 35\b",

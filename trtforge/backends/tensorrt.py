@@ -96,8 +96,13 @@ def build(
     if too_large := _too_large(unit, graph, engine.size_bytes):
         notes.append(too_large)
         engine = replace(engine, messages=(*engine.messages, BuilderMessage("warning", too_large)))
-    command = trtexec_command(unit, request, graph.path.name, list(dict.fromkeys(float32.values())))
+    command = trtexec_command(unit, request, _model_name(graph), list(dict.fromkeys(float32.values())))
     return replace(engine, trtexec=command, notes=tuple(notes), tactics=tuple(tactics.items()))
+
+
+def _model_name(graph: Graph) -> str:
+    """A rewritten graph is a file of the store, which its digest names."""
+    return graph.path.name if graph.path.suffix else f"{graph.path.name[:12]}.onnx"
 
 
 def _install(unit: BuildUnit) -> str:

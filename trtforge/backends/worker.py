@@ -35,6 +35,7 @@ Send = Callable[[Json], None]
 
 _LONGEST_TEXT = 8000
 _SECONDS_BETWEEN_STEPS = 0.1
+_SAID_EACH_TIME = "Registered plugin creator"
 _RECENT_LINES = 10
 
 _DTYPES = {
@@ -300,7 +301,7 @@ def _logger(trt: Any, send: Send) -> Any:
             self.missed = self.missed or _MISS in text
             if int(severity) <= warning:
                 send({"kind": "message", "severity": severity.name.lower(), "text": text[:_LONGEST_TEXT]})
-            else:
+            elif not text.startswith(_SAID_EACH_TIME):
                 self.recent.append(text[:_LONGEST_TEXT])
 
     return Logger()

@@ -12,7 +12,7 @@ import typer
 from trtforge.cli.console import JsonOption, StoreOption
 from trtforge.errors import CommandLineError, IntegrityError
 
-verbs = typer.Typer(help="Look after the store: ls, gc, verify.", no_args_is_help=True)
+verbs = typer.Typer(help="Look after the store: ls, get, gc, verify.", no_args_is_help=True)
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGE = re.compile(r"(\d{1,6})([mhdw])")
@@ -45,6 +45,24 @@ def list_records(store: StoreOption = None, as_json: JsonOption = False) -> None
         stage, key, size = stored.record.stage, stored.record.key[:12], shown_bytes(stored.size_bytes)
         say(f"{stage:<14}  {key}  {size:>8}  {_when(stored.last_used)}  {stored.record.about}")
     say(f"{len(found)} records, {shown_bytes(size_bytes)} of blobs in {root}")
+
+
+@verbs.command("get")
+def get_file(
+    digest: Annotated[str, typer.Argument(help="SHA-256 as a manifest or ls --json names it, or its first digits.")],
+    file: Annotated[Path, typer.Argument(help="Where to copy it.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a file out of the store, such as the lowered ONNX model that an engine was built from."""
+    from trtforge.cli.console import print_json, say  # noqa: PLC0415
+    from trtforge.upkeep import copy_blob  # noqa: PLC0415
+
+    found = copy_blob(_root(store), digest, file)
+    if as_json:
+        print_json({"ok": True, "file": file, "digest": found})
+    else:
+        say(f"{file}  sha256 {found}")
 
 
 @verbs.command("gc")
