@@ -163,6 +163,8 @@ def test_residual_inputs(nodes, expected):
         ("g (float[32,32] x) => (float[32,32] y) { [c] y = MatMul(w, x) }", "its weights are the first operand"),
         ("g (float[N,32,8,8] x) => (float[N,3,8,8] y) { [c] y = Conv(x, rgb) }",
          "its 32 channels to 3 are narrower than 16"),
+        ("g (float[N,1,999] x) => (float[N,32,9] y) { [c] y = Conv(x, wave) }",
+         "its 1 channels to 32 are narrower than 16"),
         ("g (float[N,24,8,8] x) => (float[N,24,8,8] y) { [c] y = Conv<group = 2>(x, halves) }",
          "its 12 channels to 12 are narrower than 16"),
         ("g (float[N,32,8,8] x) => (float[N,32,6,6] y) { [c] y = Conv<group = 32>(x, deep) }", "depthwise: "),
@@ -179,7 +181,7 @@ def test_residual_inputs(nodes, expected):
 def test_what_is_not_quantized(text, reason):
     found = placed(
         text, w=weights(32, 32), narrow=weights(32, 4), vector=weights(32), rgb=weights(3, 32, 1, 1),
-        halves=weights(24, 12, 3, 3),
+        halves=weights(24, 12, 3, 3), wave=weights(32, 1, 64),
         deep=weights(32, 1, 3, 3), dot=weights(32, 32, 1, 1), few=weights(32, 16, 1, 1), short=weights(32, 20),
     )  # fmt: skip
 
