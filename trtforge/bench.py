@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,16 +14,19 @@ from trtforge.errors import CommandLineError, PerformanceError, Problem, Regress
 from trtforge.events import Event, Report
 from trtforge.profile_choice import profile_for
 from trtforge.prometheus import Gauge
-from trtforge.runtime.measure import Spread, Switches, Timings, measure, remarks, spread
+from trtforge.release.gates import sizes_text
+from trtforge.runtime.lane import Array, Lane
+from trtforge.runtime.measure import Spread, Switches, measure, remarks, spread
 from trtforge.runtime.regression import Slowdown, slowdown
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import at_sizes, layout, opt_sizes, shapes, sizes_text
+from trtforge.runtime.sizes import Sizes, at_sizes, layout, profile_sizes, shapes
 from trtforge.types import Profile
 
 _ROUNDS = 15
 _ROUND_SECONDS = 0.3
-_WIDTHS = {"int8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
+_WIDTHS = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
 """Bytes of a number, by the type that an engine was asked to compute in."""
+_SIZE = re.compile(r"[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,25 @@ class PointFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherEngine:
+    """The engine of another bundle."""
+
+    identifier: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Everything measured of one engine.
 
     Attributes:
-        slowdowns: against the engine of another bundle, in the order of `points`, if that was asked.
+        engine_bytes: GPU memory that loading it took.
+        other: what it was compared with, if that was asked.
+        slowdowns: against `other`, in the order of `points`.
     """
 
     identifier: str
+    precision: str
     gpu: str
     driver: str
     tensorrt: str
@@ -67,6 +82,7 @@ class Figures:
     switches: Switches
     engine_bytes: int
     points: tuple[PointFigures, ...]
+    other: OtherEngine | None
     slowdowns: tuple[Slowdown, ...]
     warnings: tuple[str, ...]
 
@@ -106,25 +122,26 @@ def bench(
         other: an engine of another bundle, to be measured by turns with this one.
 
     Raises:
-        CommandLineError: a name in `sizes` is no open axis, no combination fits a profile, or `other` has other inputs.
+        CommandLineError: a name in `sizes` is no open axis, no combination fits a profile, or `other` has other inputs or
+            no profile for one.
         CapabilityError: the GPU stopped, or has no memory.
     """
-    if other is not None and layout(other.artifact.inputs).axes != layout(session.artifact.inputs).axes:
-        raise CommandLineError(
-            f"--against: {other.artifact.identifier} has other inputs than {session.artifact.identifier}",
-            next_step="name a bundle of the same model",
-        )
+    report(Event("started", "bench"))
     points, slowdowns = [], []
     wanted_sizes, outside = _combinations(session, sizes)
+    if other is not None:
+        _refuse_unlike(session, other, wanted_sizes)
     for wanted in outside:
         report(Event("warning", "bench", f"{sizes_text(wanted)} lies in no profile, and is left out"))
     for wanted in wanted_sizes:
-        report(Event("step", "bench", ", ".join(f"{name}={size}" for name, size in wanted.items())))
+        report(Event("step", "bench", sizes_text(wanted)))
         points.append(_point(session, wanted, switches))
         if other is not None:
+            report(Event("step", "bench", f"{sizes_text(wanted)}, by turns with {other.artifact.identifier}"))
             slowdowns.append(_compared(other, session, wanted, switches))
     return Figures(
         session.artifact.identifier,
+        session.artifact.precision,
         session.gpu.device_name,
         driver,
         session.tensorrt,
@@ -132,17 +149,39 @@ def bench(
         switches,
         session.engine_bytes,
         tuple(points),
+        OtherEngine(other.artifact.identifier, other.artifact.precision) if other else None,
         tuple(slowdowns),
         (*session.warnings, *(_without_gain(session, other, points, slowdowns) if other else ())),
     )
+
+
+def _refuse_unlike(session: EngineSession, other: EngineSession, wanted_sizes: Sequence[Sizes]) -> None:
+    name = other.artifact.identifier
+    if layout(other.artifact.inputs).axes != layout(session.artifact.inputs).axes:
+        raise CommandLineError(
+            f"--against: {name} has other inputs than {session.artifact.identifier}",
+            next_step="name a bundle of the same model",
+        )
+    for wanted in wanted_sizes:
+        if not profile_for(shapes(other.artifact.inputs, wanted), other.profiles):
+            raise CommandLineError(
+                f"--against: {name} has no profile for {sizes_text(wanted)}",
+                next_step="name sizes that both engines take: --shapes NAME=SIZE",
+            )
+
+
+def _is_narrower(precision: str, other: str) -> bool:
+    """Whether a type has fewer bytes than another. Nobody knows of a mixture that the model brings."""
+    asked, before = (_WIDTHS.get(one.partition("-")[0]) for one in (precision, other))
+    return asked is not None and before is not None and asked < before
 
 
 def _without_gain(
     session: EngineSession, other: EngineSession, points: Sequence[PointFigures], slowdowns: Sequence[Slowdown]
 ) -> Iterator[str]:
     """Where a narrower type than that of the other engine was not seen to be faster."""
-    asked, before = (one.artifact.precision.partition("-")[0] for one in (session, other))
-    if _WIDTHS.get(asked, 0) >= _WIDTHS.get(before, 0):
+    asked, before = session.artifact.precision, other.artifact.precision
+    if not _is_narrower(asked, before):
         return
     for point, found in zip(points, slowdowns, strict=True):
         if found.high >= 0:
@@ -177,16 +216,25 @@ def _slow_points(figures: Figures, gates: Gates) -> Iterator[Problem]:
 
 
 def _regressions(figures: Figures, gates: Gates) -> Iterator[Problem]:
-    if gates.max_regression is None:
+    if gates.max_regression is None or figures.other is None:
         return
     for point, found in zip(figures.points, figures.slowdowns, strict=True):
         if found.exceeds(gates.max_regression):
             yield Problem(
-                f"{figures.identifier} at {sizes_text(point.sizes)} is {found.ratio:.1%} slower than the other engine "
-                f"(at least {found.low:.1%}), and max_regression allows {gates.max_regression:.1%}",
-                "build again; a timing-driven build may choose other kernels",
+                f"{figures.identifier} at {sizes_text(point.sizes)} is {found.ratio:.1%} slower than "
+                f"{figures.other.identifier} (at least {found.low:.1%}), and max_regression allows {gates.max_regression:.1%}",
+                _faster_step(figures.precision, figures.other),
                 exit_code=RegressionError.exit_code,
             )
+
+
+def _faster_step(precision: str, other: OtherEngine) -> str:
+    """What may help an engine that is slower than another one."""
+    if precision == other.precision:
+        return "trtforge build SPEC --store NEW  # an empty store: kernels are chosen by measured times, and may differ"
+    if _is_narrower(precision, other.precision):
+        return f"trtforge plan SPEC --decisions  # shows what did not become {precision}; or release {other.identifier}"
+    return f"name a bundle in {precision} with --against: {other.identifier} is in {other.precision}"
 
 
 def latency_grid(figures: Figures) -> dict[str, Any]:
@@ -219,11 +267,17 @@ def gauges(figures: Figures) -> Iterator[Gauge]:
 
 
 def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) -> PointFigures:
-    timings, profile, notes = _measured(session, sizes, switches)
+    profile, lanes, feeds = _ready(session, sizes, switches)
+    timings = measure(lanes, session.cuda, feeds, switches)
+    notes = [
+        f"the size of output '{name}' depends on the data; copying it is not in the latency"
+        for name in lanes[0].sized_by_data
+        if switches.transfers
+    ]
     return PointFigures(
         sizes,
         profile.name,
-        opt_sizes(layout(session.artifact.inputs), profile),
+        profile_sizes(layout(session.artifact.inputs), profile, "opt"),
         spread(timings.latency),
         spread(timings.compute),
         spread(timings.copy_in),
@@ -237,29 +291,20 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
     )
 
 
-def _measured(
-    session: EngineSession, sizes: Mapping[str, int], switches: Switches
-) -> tuple[Timings, Profile, tuple[str, ...]]:
+def _ready(session: EngineSession, sizes: Sizes, switches: Switches) -> tuple[Profile, list[Lane], dict[str, Array]]:
     profile, feeds = at_sizes(session, sizes)
-    lanes = [session.lane(profile, number) for number in range(switches.streams)]
-    timings = measure(lanes, session.cuda, feeds, switches)
-    notes = tuple(
-        f"the size of output '{name}' depends on the data; copying it is not in the latency"
-        for name in lanes[0].sized_by_data
-    )
-    return timings, profile, notes if switches.transfers else ()
+    return profile, [session.lane(profile, number) for number in range(switches.streams)], feeds
 
 
-def _compared(
-    reference: EngineSession, candidate: EngineSession, sizes: Mapping[str, int], switches: Switches
-) -> Slowdown:
+def _compared(reference: EngineSession, candidate: EngineSession, sizes: Sizes, switches: Switches) -> Slowdown:
     """Short rounds by turns, the second engine first in every other one, so that what drifts hits both alike."""
     short = replace(switches, duration_s=_ROUND_SECONDS, warm_up_ms=50.0)
-    medians: dict[int, list[float]] = {0: [], 1: []}
+    ready = [(session.cuda, *_ready(session, sizes, switches)[1:]) for session in (reference, candidate)]
+    medians: tuple[list[float], list[float]] = ([], [])
     for number in range(_ROUNDS):
         for which in (0, 1) if number % 2 else (1, 0):
-            timings, _, _ = _measured((reference, candidate)[which], sizes, short)
-            medians[which].append(float(np.median(timings.latency)))
+            cuda, lanes, feeds = ready[which]
+            medians[which].append(float(np.median(measure(lanes, cuda, feeds, short).latency)))
     return slowdown(np.array(medians[0]), np.array(medians[1]))
 
 
@@ -276,7 +321,7 @@ def _combinations(
                 f"--shapes: '{name}' is no open axis of {session.artifact.identifier}",
                 next_step=f"write {meant}=..." if meant else f"name one of: {', '.join(known) or 'none, it is static'}",
             )
-    opts = [opt_sizes(axes, profile) for profile in session.profiles]
+    opts = [profile_sizes(axes, profile, "opt") for profile in session.profiles]
     if not sizes:
         return list({tuple(opt.items()): opt for opt in opts}.values()), []
     rest = {name: size for name, size in opts[0].items() if name not in sizes}
@@ -292,16 +337,16 @@ def _combinations(
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, list[int]]:
-    """`batch=1,8` and `seq=128` as symbol -> sizes.
+    """`batch=1,8` and `seq=128` as symbol -> sizes; a name that comes twice has the sizes of both.
 
     Raises:
         CommandLineError: a word is something else.
     """
-    found = {}
+    found: dict[str, list[int]] = {}
     for word in words:
         name, _, sizes = word.rpartition("=")
         numbers = sizes.split(",")
-        if not name or not all(number.isdecimal() and 0 < int(number) < 1 << 31 for number in numbers):
+        if not name or not all(_SIZE.fullmatch(number) and int(number) < 1 << 31 for number in numbers):
             raise CommandLineError(f"--shapes: found '{word}'", next_step="write --shapes NAME=SIZE,SIZE")
-        found[name] = [int(number) for number in numbers]
+        found[name] = list(dict.fromkeys([*found.get(name, []), *map(int, numbers)]))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import importlib.metadata
@@ -249,6 +250,8 @@ class _PyCuda:
             "cuDevicePrimaryCtxRetain", lambda: self._driver.Device(device).retain_primary_context()
         )
         self._context.push()
+        # pycuda aborts the process if a context is still pushed when the interpreter exits.
+        atexit.register(self._leave)
         self._allocations: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
 
@@ -332,8 +335,12 @@ class _PyCuda:
         raise AssertionError("nothing is recorded")
 
     def close(self) -> None:
-        # pycuda ends the process if a context is still pushed when the interpreter exits. Popped, it is given back with
-        # the last object that was made in it, which may be an event that a traceback still holds.
+        atexit.unregister(self._leave)
+        self._leave()
+
+    def _leave(self) -> None:
+        # Popped, the context is given back with the last object that was made in it, which may be an event that a
+        # traceback still holds.
         self._streams.clear()
         self._context.pop()
         del self._context

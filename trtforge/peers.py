@@ -12,9 +12,10 @@ from typing import Any, Final
 from trtforge.errors import CommandLineError, SpecError, TrtForgeError, closest
 from trtforge.events import Event, Report
 from trtforge.prometheus import Gauge
+from trtforge.release.gates import sizes_text
 from trtforge.release.manifest import TensorRecord
 from trtforge.runtime.measure import Spread, Switches, spread, timings_of
-from trtforge.runtime.sizes import Sizes, generated, sizes_text
+from trtforge.runtime.sizes import Sizes, generated
 from trtforge.spec.load import SpecFile, load_spec
 from trtforge.usercode.process import UserCode, parse_reference, user_code
 
@@ -129,6 +130,7 @@ def measure_peers(
         device_name: of the GPU that the engine ran on; another one is a failure.
         timeout_seconds: for loading, and again for each point; None for no limit.
     """
+    report(Event("started", "peer"))
     found: list[PeerPoint] = []
     for peer in peers:
         mode = "" if peer.startswith("eager") else "reduce-overhead" if switches.cuda_graph else "default"

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from trtforge.errors import CommandLineError
+from trtforge.errors import CommandLineError, shown_path
 from trtforge.events import Event, Report
 from trtforge.profile_choice import profile_for
 from trtforge.prometheus import Gauge
+from trtforge.release.gates import sizes_text
 from trtforge.runtime.lane import Array
 from trtforge.runtime.measure import Switches
-from trtforge.runtime.queue import Batcher, Cell, Replay, confirmed_speed, highest_speed, levels, paced, padded, replay
+from trtforge.runtime.queue import (
+    Batcher,
+    Cell,
+    Replay,
+    confirmed_rate,
+    highest_rate,
+    keeps_up,
+    levels,
+    paced,
+    padded,
+    replay,
+)
 from trtforge.runtime.serve import LATE_MS, Served, Server, serve
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import Sizes, layout, shapes, sizes_text
+from trtforge.runtime.sizes import Sizes, layout, profile_sizes, shapes
 from trtforge.traffic.read import read_traffic
 
 _SECONDS_A_SIZE = 0.1
@@ -28,7 +40,6 @@ _LEAST_RUNS = 10
 _CONFIRM_SECONDS = 3.0
 _CONFIRM_RUNS = 6
 _LATE_SHARE = 0.01
-_OVERLOADED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,10 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """The highest rate, in requests a second, at which the log's pattern holds a p99; 0 where none does.
+    """The highest rate, in requests a second, at which 3 seconds of the log's pattern hold a p99; 0 where none does.
 
     Attributes:
+        limit_ms: of the p99.
         qps: that a real run held.
         simulated_qps: that the simulation proposes.
     """
@@ -66,7 +78,9 @@ class ReplayFigures:
 
     Attributes:
         seconds: from the first request to the last one's arrival.
-        log_qps: rate of the log.
+        log_qps: requests a second; 0 where all come at one time.
+        window_ms, max_batch: how batches were formed.
+        measured: what the engine did.
         simulated: by the same rule, with the median time of each size instead of the engine.
         gpu_busy: share of the time that the GPU copied or computed.
         host_ms: mean time of a batch besides.
@@ -93,102 +107,153 @@ class ReplayFigures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Requests:
-    """Arrivals from 0, (requests,), and sizes, (requests, names), of the part of a log that is served."""
+class Requests:
+    """The part of a log that is served, and how batches are formed of it.
 
+    Attributes:
+        log: the file.
+        arrivals_s: seconds from 0, ascending, float64 (requests,).
+        sizes: int64 (requests, names).
+        names: of the engine's open sizes.
+        batch: which of them is the batch size.
+        window_ms: how long the first request of a batch waits for others.
+        max_batch: largest batch that is formed.
+        remarks: what was left out, one sentence each.
+    """
+
+    log: Path
     arrivals_s: Array
     sizes: Array
-    batch: int
     names: tuple[str, ...]
+    batch: int
     window_ms: float
     max_batch: int
+    remarks: tuple[str, ...]
 
-    def batcher(self, speed: float) -> tuple[Batcher, Array]:
-        """For some seconds of the log at another speed; and the sizes of what comes."""
-        which, times = paced(self.arrivals_s, speed, _CONFIRM_SECONDS)
+    @property
+    def qps(self) -> float:
+        """Requests a second; 0 where all come at one time."""
+        last = float(self.arrivals_s[-1])
+        return (len(self.arrivals_s) - 1) / last if last else 0.0
+
+    def at_rate(self, qps: float) -> tuple[Batcher, Array]:
+        """For 3 seconds, with the log's pattern at another rate; and the sizes of what comes."""
+        which, times = paced(self.arrivals_s, qps / self.qps, _CONFIRM_SECONDS)
         return self._batcher(times, self.sizes[which]), self.sizes[which]
 
-    def as_logged(self) -> Batcher:
-        """For the log as it is."""
-        return self._batcher(self.arrivals_s, self.sizes)
+    def as_logged(self) -> tuple[Batcher, Array]:
+        """For the log as it is; and the sizes of what comes."""
+        return self._batcher(self.arrivals_s, self.sizes), self.sizes
 
     def _batcher(self, arrivals: Array, sizes: Array) -> Batcher:
         return Batcher(arrivals, sizes[:, self.batch], window_ms=self.window_ms, max_batch=self.max_batch)
 
 
+def read_requests(
+    session: EngineSession, log: Path, *, window_ms: float, max_batch: int, seconds: float, limit_ms: float | None
+) -> Requests:
+    """The requests of a log that a profile of the engine takes.
+
+    Args:
+        session: the engine.
+        log: of single requests with time stamps, as `trtforge profile` reads it.
+        window_ms: how long the first request of a batch waits for others.
+        max_batch: largest batch that is formed.
+        seconds: a longer log is cut.
+        limit_ms: of the p99 for which the highest rate will be sought, None where it will not.
+
+    Raises:
+        CommandLineError: the engine has no batch axis, no profile has room for `max_batch`, no request fits one, or
+            there is a limit and no rate.
+        SpecError, SeveralErrors: the log cannot be counted.
+    """
+    name, known = session.artifact.identifier, layout(session.artifact.inputs)
+    if known.batch is None:
+        raise CommandLineError(f"--replay: {name} has no open batch axis", next_step="leave --replay out")
+    most = max(profile_sizes(known, profile, "max")[known.batch] for profile in session.profiles)
+    if max_batch > most:
+        raise CommandLineError(
+            f"--max-batch: found {max_batch}, and the profiles of {name} end at a batch of {most}",
+            next_step=f"--max-batch {most}",
+        )
+    traffic = read_traffic(log, known, with_arrivals=True)
+    assert traffic.arrivals is not None  # noqa: S101 - they were asked for
+    fits = np.array([profile_for(known.shapes(sizes), session.profiles) is not None for sizes in traffic.sizes], bool)
+    served = fits[traffic.arrivals.shapes]
+    if not served.any():
+        raise CommandLineError(
+            f"--replay: no profile of {name} takes any of the {traffic.num_requests} requests of {shown_path(log)}",
+            next_step=f"trtforge profile {shown_path(log)} --against MANIFEST  # shows what the profiles cover",
+        )
+    remarks = []
+    if left_out := traffic.num_requests - int(served.sum()):
+        remarks.append(f"{left_out} of {traffic.num_requests} requests of the log fit no profile, and were left out")
+    arrivals, places = traffic.arrivals.seconds[served], traffic.arrivals.shapes[served]
+    arrivals = arrivals - arrivals[0]
+    keep = max(int(np.searchsorted(arrivals, seconds, side="right")), 1)
+    if keep < len(arrivals):
+        remarks.append(
+            f"the log lasts {arrivals[-1]:.1f} s; served were {keep} of {len(arrivals)} requests, those of its first "
+            f"{seconds:g} s (--replay-seconds)"
+        )
+    if limit_ms is not None and not arrivals[keep - 1]:
+        raise CommandLineError(
+            f"--limit-ms: what is served of {shown_path(log)} comes at one time, which has no rate",
+            next_step="leave --limit-ms out",
+        )
+    batch = known.names.index(known.batch)
+    sizes = traffic.sizes[places[:keep]]
+    return Requests(log, arrivals[:keep], sizes, known.names, batch, window_ms, max_batch, tuple(remarks))
+
+
 def serve_log(
-    session: EngineSession,
-    log: Path,
-    switches: Switches,
-    report: Report,
-    *,
-    window_ms: float,
-    max_batch: int,
-    seconds: float,
-    limit_ms: float | None,
+    session: EngineSession, requests: Requests, switches: Switches, report: Report, *, limit_ms: float | None
 ) -> ReplayFigures:
-    """Serves a log's requests as they arrived, by the wall clock.
+    """Serves requests as they arrived, by the wall clock.
 
     Batches are formed by the rule of `trtforge.runtime.queue` and padded to sizes that the engine was made ready for.
 
     Args:
         session: the engine.
-        log: of single requests with time stamps, as `trtforge profile` reads it.
+        requests: of `read_requests`, for this engine.
         switches: whether with CUDA graphs, and whether to spin.
         report: told what happens.
-        window_ms: how long the first request of a batch waits for others.
-        max_batch: largest batch that is formed.
-        seconds: a longer log is cut.
         limit_ms: of the p99 for which the highest rate is sought.
 
     Raises:
-        CommandLineError: the engine has no batch axis, or a batch of the log lies in no profile.
-        SpecError, SeveralErrors: the log cannot be counted.
+        CommandLineError: a batch lies in no profile.
         CapabilityError: the GPU has no memory for it, or stopped.
     """
-    requests, remarks = _read(session, log, window_ms, max_batch, seconds)
-    if limit_ms is not None and not requests.arrivals_s[-1]:
-        raise CommandLineError(
-            f"--limit-ms: the {len(requests.arrivals_s)} requests of {log} come at one time, which has no rate",
-            next_step="leave --limit-ms out",
-        )
-    steps = levels(requests.sizes, requests.batch, max_batch)
+    known = layout(session.artifact.inputs)
+    most = np.array([list(profile_sizes(known, profile, "max").values()) for profile in session.profiles])
+    steps = levels(requests.sizes, requests.batch, requests.max_batch, most)
     cells = _cells(session, requests.names, steps)
     with closing(Server(session, cells, with_graph=switches.cuda_graph, spin=switches.spin_wait)) as server:
         costs = {cell: _cost_ms(server, cell, sizes, report) for cell, sizes in cells.items()}
-
-        def simulated(batcher: Batcher, sizes: Array) -> Replay:
-            pad = padded(sizes, requests.batch, steps)
-            return replay(batcher, lambda first, end: costs.get(pad(first, end), np.inf))
-
-        def served(batcher: Batcher, sizes: Array) -> Served:
-            return serve(batcher, _runner(server, cells, padded(sizes, requests.batch, steps), max_batch))
-
-        expected = simulated(requests.as_logged(), requests.sizes)
+        ready = _Ready(server, costs, steps, requests)
+        expected = ready.simulate(*requests.as_logged())
         if np.isinf(expected.latency_ms[-1]):
-            raise _in_no_profile(max_batch)
-        report(Event("step", "bench", f"serving {len(requests.arrivals_s)} requests of {log.name}"))
-        found = served(requests.as_logged(), requests.sizes)
-        limit = None
-        if limit_ms is not None:
-            limit = _limit(requests, limit_ms, simulated, served, report)
-        return ReplayFigures(
-            session.artifact.identifier,
-            len(requests.arrivals_s),
-            float(requests.arrivals_s[-1]),
-            _rate(requests.arrivals_s),
-            window_ms,
-            max_batch,
-            _play(found.replay),
-            _play(expected),
-            found.gpu_busy,
-            found.host_ms,
-            found.late_share,
-            limit,
-            len(cells),
-            server.has_own_contexts,
-            (*remarks, *_remarks(found)),
-        )
+            raise _in_no_profile(requests.max_batch)
+        report(Event("step", "bench", f"serving {len(requests.arrivals_s)} requests of {requests.log.name}"))
+        found = ready.serve(*requests.as_logged())
+        limit = None if limit_ms is None else _limit(ready, limit_ms, report)
+    return ReplayFigures(
+        session.artifact.identifier,
+        len(requests.arrivals_s),
+        float(requests.arrivals_s[-1]),
+        requests.qps,
+        requests.window_ms,
+        requests.max_batch,
+        _play(found.replay),
+        _play(expected),
+        found.gpu_busy,
+        found.host_ms,
+        found.late_share,
+        limit,
+        len(cells),
+        server.has_own_contexts,
+        (*requests.remarks, *_remarks(found), *_limit_remarks(limit, requests.window_ms)),
+    )
 
 
 def gauges(figures: ReplayFigures, gpu: str) -> Iterator[Gauge]:
@@ -201,28 +266,29 @@ def gauges(figures: ReplayFigures, gpu: str) -> Iterator[Gauge]:
         yield Gauge("trtforge_replay_limit_queries_per_second", labels, figures.limit.qps)
 
 
-def _read(
-    session: EngineSession, log: Path, window_ms: float, max_batch: int, seconds: float
-) -> tuple[_Requests, tuple[str, ...]]:
-    known = layout(session.artifact.inputs)
-    if known.batch is None:
-        raise CommandLineError(
-            f"--replay: {session.artifact.identifier} has no open batch axis", next_step="leave --replay out"
-        )
-    traffic = read_traffic(log, known, with_arrivals=True)
-    if traffic.arrivals is None or not len(traffic.sizes):
-        raise CommandLineError(f"--replay: {log} has no request that the model takes", next_step=f"head {log}")
-    arrivals = traffic.arrivals.seconds - traffic.arrivals.seconds[0]
-    keep = max(int(np.searchsorted(arrivals, seconds, side="right")), 1)
-    remarks = []
-    if keep < len(arrivals):
-        remarks.append(
-            f"the log lasts {arrivals[-1]:.1f} s; served were {keep} of {len(arrivals)} requests, those of its first "
-            f"{seconds:g} s (--replay-seconds)"
-        )
-    sizes = traffic.sizes[traffic.arrivals.shapes[:keep]]
-    batch = known.names.index(known.batch)
-    return _Requests(arrivals[:keep], sizes, batch, known.names, window_ms, max_batch), tuple(remarks)
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """An engine that is ready for the cells of `costs`, in milliseconds each, which are sizes of `steps`."""
+
+    server: Server
+    costs: Mapping[Cell, float]
+    steps: list[Array]
+    requests: Requests
+
+    def simulate(self, batcher: Batcher, sizes: Array) -> Replay:
+        pad = padded(sizes, self.requests.batch, self.steps)
+        return replay(batcher, lambda first, end: self.costs.get(pad(first, end), np.inf))
+
+    def serve(self, batcher: Batcher, sizes: Array) -> Served:
+        pad = padded(sizes, self.requests.batch, self.steps)
+
+        def run(first: int, end: int) -> float:
+            cell = pad(first, end)
+            if cell not in self.costs:
+                raise _in_no_profile(self.requests.max_batch)
+            return self.server.run(cell)
+
+        return serve(batcher, run)
 
 
 def _cells(session: EngineSession, names: tuple[str, ...], steps: list[Array]) -> dict[Cell, Sizes]:
@@ -247,48 +313,27 @@ def _cost_ms(server: Server, cell: Cell, sizes: Sizes, report: Report) -> float:
     return float(np.median(times[2:]))
 
 
-def _runner(
-    server: Server, cells: Mapping[Cell, Sizes], pad: Callable[[int, int], Cell], max_batch: int
-) -> Callable[[int, int], float]:
-    def run(first: int, end: int) -> float:
-        cell = pad(first, end)
-        if cell not in cells:
-            raise _in_no_profile(max_batch)
-        return server.run(cell)
-
-    return run
-
-
 def _in_no_profile(max_batch: int) -> CommandLineError:
     return CommandLineError(
-        "--replay: some batches of the log lie in no profile", next_step=f"--max-batch {max(max_batch // 2, 1)}"
+        "--replay: some batches of the log lie in no profile, though each request does",
+        next_step=f"--max-batch {max(max_batch // 2, 1)}",
     )
 
 
-def _limit(
-    requests: _Requests,
-    limit_ms: float,
-    simulated: Callable[[Batcher, Array], Replay],
-    served: Callable[[Batcher, Array], Served],
-    report: Report,
-) -> RateLimit:
-    rate = _rate(requests.arrivals_s)
-
+def _limit(ready: _Ready, limit_ms: float, report: Report) -> RateLimit:
     def is_held(played: Replay) -> bool:
-        return bool(np.isfinite(played.latency_ms[-1])) and _play(played).latency_ms[99.0] <= limit_ms
+        is_whole = bool(np.isfinite(played.latency_ms[-1]))
+        return is_whole and _play(played).latency_ms[99.0] <= limit_ms and keeps_up(played)
 
-    def really_holds(speed: float) -> bool:
-        report(Event("step", "bench", f"serving {speed * rate:.1f} requests a second for {_CONFIRM_SECONDS:g} s"))
-        return is_held(served(*requests.batcher(speed)).replay)
+    def really_holds(qps: float) -> bool:
+        report(Event("step", "bench", f"serving {qps:.1f} requests a second for {_CONFIRM_SECONDS:g} s"))
+        try:
+            return is_held(ready.serve(*ready.requests.at_rate(qps)).replay)
+        except CommandLineError:  # a batch that lies in no profile; the simulation counts that as not held, too
+            return False
 
-    proposed = highest_speed(lambda speed: is_held(simulated(*requests.batcher(speed))))
-    held = confirmed_speed(proposed, really_holds, _CONFIRM_RUNS) if proposed else 0.0
-    return RateLimit(limit_ms, rate * held, rate * proposed)
-
-
-def _rate(arrivals_s: Array) -> float:
-    """Requests a second; 0 where all come at one time."""
-    return (len(arrivals_s) - 1) / float(arrivals_s[-1]) if arrivals_s[-1] else 0.0
+    proposed = highest_rate(lambda qps: is_held(ready.simulate(*ready.requests.at_rate(qps))))
+    return RateLimit(limit_ms, confirmed_rate(proposed, really_holds, _CONFIRM_RUNS) if proposed else 0.0, proposed)
 
 
 def _play(played: Replay) -> Play:
@@ -302,5 +347,12 @@ def _remarks(served: Served) -> Iterator[str]:
             f"this process began {served.late_share:.0%} of the batches more than {LATE_MS:g} ms late, which is in the "
             "latencies; leave it a processor of its own"
         )
-    if served.replay.busy > _OVERLOADED:
+    if not keeps_up(served.replay):
         yield "requests come faster than they are served, so that latencies grow with the length of the log"
+
+
+def _limit_remarks(limit: RateLimit | None, window_ms: float) -> Iterator[str]:
+    if limit and not limit.simulated_qps:
+        yield f"no rate holds a p99 of {limit.limit_ms:g} ms, of which waiting for others may take {window_ms:g} (--window-ms)"
+    elif limit and not limit.qps:
+        yield f"none of {_CONFIRM_RUNS} real runs held a p99 of {limit.limit_ms:g} ms"

@@ -8,9 +8,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from stand_in import VERSIONS
 from test_tensorrt_calls import matches
 from typer.testing import CliRunner
 
+import trtforge
 from trtforge import bench
 from trtforge.cli.app import app
 from trtforge.cuda import open_cuda
@@ -96,6 +101,7 @@ def manifest(*artifacts):
         lowering=(),
         parity=(),
         accuracy=NotRun(reason="-"),
+        engines={},
         performance=NotRun(reason="-"),
         missing=(),
     )
@@ -125,6 +131,11 @@ class Bundle:
 @pytest.fixture
 def bundle(tmp_path, monkeypatch):
     return Bundle(tmp_path, monkeypatch)
+
+
+def bench_words(bundle):
+    """Of a quick bench."""
+    return ["bench", str(bundle.path), "--warm-up", "0", "--duration", "0", "--iterations", "4"]
 
 
 def ends_clean(rig):
@@ -215,6 +226,37 @@ def test_whatever_memory_is_short_of_everything_is_given_back(bundle, allocation
             run()
     else:
         assert run() == (2 * X).tolist()
+    assert ends_clean(rig)
+
+
+def test_a_gpu_that_stops_is_told_of_once_and_everything_is_left(bundle):
+    rig = bundle.rig("8.6.1")
+
+    def stopped(*_):
+        raise CapabilityError("CUDA stopped again", next_step="trtforge doctor")
+
+    def stops(*_):
+        for name in ("synchronize", "wait_for", "free", "free_host", "free_stream", "free_event"):
+            setattr(rig.cuda, name, stopped)
+        raise CapabilityError("CUDA stopped", next_step="trtforge doctor")
+
+    rig.cuda.wait_for = stops
+    result = CliRunner().invoke(app, [*bench_words(bundle), "--streams", "3", "--shapes", "rows=2"])
+
+    assert [problem.summary for problem in result.exception.problems] == ["CUDA stopped"]
+    del result
+    gc.collect()
+    ends = [line for line in rig.trace if line.startswith("~") or line == "cuda.close"]
+    assert ends == ["~IExecutionContext"] * 3 + ["~ICudaEngine", "~Runtime", "cuda.close"]
+
+
+def test_a_session_may_be_closed_twice(bundle):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        session.run({"x": X})
+        session.close()
+
     assert ends_clean(rig)
 
 
@@ -376,6 +418,23 @@ def test_measuring_gives_its_events_back_and_counts_what_the_gpu_did(bundle, wit
     assert ends_clean(rig)
 
 
+def test_events_made_before_one_that_fails_are_given_back(bundle):
+    rig = bundle.rig("8.6.1")
+    make, made = rig.cuda.event, []
+
+    def event(*, spin):
+        if len(made) == 5:
+            raise CapabilityError("no event", next_step="trtforge doctor")
+        made.append(make(spin=spin))
+        return made[-1]
+
+    rig.cuda.event = event
+    with pytest.raises(CapabilityError, match="no event"), EngineSession.open(bundle.path) as session:
+        measure([session.lane(session.profiles[0])], session.cuda, {"x": X}, QUICK)
+
+    assert ends_clean(rig)
+
+
 @pytest.mark.parametrize(("one_at_a_time", "most"), [(True, 1), (False, 2)])
 def test_as_many_queries_are_under_way_as_asked(bundle, one_at_a_time, most):
     rig = bundle.rig("8.6.1")
@@ -440,7 +499,7 @@ def test_free_memory_is_what_was_not_taken(bundle):
 def test_the_command_measures_writes_and_judges(bundle):
     bundle.rig("8.6.1")
     grid, text = bundle.folder / "grid.json", bundle.folder / "trtforge.prom"
-    words = ["bench", str(bundle.path), "--warm-up", "0", "--duration", "0", "--iterations", "4", "--json"]
+    words = [*bench_words(bundle), "--json", "--streams", "64"]
     words += ["--shapes", "rows=2,8", "--grid", str(grid), "--prometheus", str(text), "--p99-ms", "5"]
 
     result = CliRunner().invoke(app, words)
@@ -455,20 +514,55 @@ def test_the_command_measures_writes_and_judges(bundle):
     assert 'profile="large",sizes="rows=8"} 0.01' in text.read_text()
 
 
+def test_figures_are_shown_where_a_file_cannot_be_written(bundle):
+    bundle.rig("8.6.1")
+
+    result = CliRunner().invoke(app, [*bench_words(bundle), "--json", "--grid", str(bundle.path / "grid.json")])
+
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["exit_code"], len(shown["figures"]["points"])) == (8, 8, 2)
+
+
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "summaries"),
     [
-        (["--spec", __file__], "found --spec without --peer-python"),
-        (["--peer-python", "python"], "found --peer-python without --spec"),
-        (["--peer", "eager"], "--peer: found 'eager'"),
+        (["--spec", __file__], ["found --spec without --peer-python"]),
+        (["--peer-python", "python"], ["found --peer-python without --spec"]),
+        (["--peer", "eager-fp32"], ["found --peer without --peer-python"]),
+        (["--max-regression", "0.1"], ["found --max-regression without --against"]),
+        (
+            ["--limit-ms", "9", "--window-ms", "1", "--p99-ms", "nan", "--duration", "inf"],
+            [
+                "found --limit-ms without --replay",
+                "found --window-ms without --replay",
+                "--p99-ms: found nan",
+                "--duration: found inf",
+            ],
+        ),
+        (
+            ["--peer-python", "python", "--spec", __file__, "--streams", "2"],
+            ["--peer-python measures one stream, found --streams 2"],
+        ),
     ],
 )
-def test_peers_need_a_spec_a_python_and_names_that_exist(bundle, words, text):
-    bundle.rig("8.6.1")
+def test_options_that_would_do_nothing_are_refused(bundle, words, summaries):
+    rig = bundle.rig("8.6.1")
 
     result = CliRunner().invoke(app, ["bench", str(bundle.path), *words])
 
-    assert text in str(result.exception)
+    assert [problem.summary for problem in result.exception.problems] == summaries
+    assert {problem.exit_code for problem in result.exception.problems} == {64}
+    assert not rig.trace
+
+
+def test_a_graph_of_an_output_that_is_sized_by_data(bundle):
+    rig = bundle.rig("8.6.1", sized_by_data=True)
+
+    result = CliRunner().invoke(app, [*bench_words(bundle), "--cuda-graph"])
+
+    (problem,) = result.exception.problems
+    assert (problem.exit_code, problem.next_step) == (6, "run without CUDA graph")
+    assert ends_clean(rig)
 
 
 def test_a_cuda_library_that_is_none():
@@ -476,6 +570,77 @@ def test_a_cuda_library_that_is_none():
         open_cuda("cupy")
 
     assert caught.value.problems[0].next_step == "name one of: cuda-python, pycuda"
+
+
+PYCUDA = """
+import atexit, os
+
+stack = []
+
+@atexit.register  # it ends the process later than whatever registers after its import
+def end():
+    if stack:
+        os.abort()
+
+class Error(Exception): pass
+
+class Context:
+    def push(self): stack.append(self)
+    def pop(self): stack.pop()
+
+class Device:
+    def __init__(self, index): pass
+    def retain_primary_context(self): return Context()
+
+def init(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "ending"),
+    [
+        ("import pycuda.driver; pycuda.driver.Device(0).retain_primary_context().push()", -signal.SIGABRT),
+        ("open_cuda('pycuda')", 0),
+        ("one, two = open_cuda('pycuda'), open_cuda('pycuda'); one.close()", 0),
+        ("one, two = open_cuda('pycuda'), open_cuda('pycuda'); one.close(); two.close()", 0),
+        ("one = open_cuda('pycuda'); raise SystemExit(3)", 3),
+    ],
+)
+def test_a_process_that_closes_nothing_ends_well_with_pycuda(tmp_path, program, ending):
+    (tmp_path / "pycuda").mkdir()
+    (tmp_path / "pycuda" / "__init__.py").touch()
+    (tmp_path / "pycuda" / "driver.py").write_text(PYCUDA)
+    (tmp_path / "pycuda-2025.1.dist-info").mkdir()
+    (tmp_path / "pycuda-2025.1.dist-info" / "METADATA").write_text("Name: pycuda\nVersion: 2025.1\n")
+    folders = [str(tmp_path), str(Path(trtforge.__file__).parents[1])]
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"from trtforge.cuda import open_cuda; {program}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.returncode == ending
+    assert not done.stderr or ending < 0
+
+
+def test_the_other_engine_may_have_another_name_and_must_take_the_same_sizes(bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_ROUND_SECONDS", 0.0)
+    (tmp_path / "old").mkdir()
+    old = Bundle(tmp_path / "old", monkeypatch)
+    narrow = ProfileRecord(name="small", shapes={"x": SMALL}, values={})
+    old.rig("8.6.1", identifier="net-fp32-h200", profiles=(narrow,))
+    bundle.rig("8.6.1", precision="fp16")
+    words = [*bench_words(bundle), "--engine", "net-h200", "--against", str(old.path)]
+
+    result = CliRunner().invoke(app, [*words, "--shapes", "rows=4"])
+    outside = CliRunner().invoke(app, [*words, "--shapes", "rows=4,8"])
+
+    assert "+0.0% (+0.0% to +0.0%) against net-fp32-h200 at rows=4" in result.output
+    assert "fp16 does not pay on NVIDIA H200 at rows=4" in result.output
+    (problem,) = outside.exception.problems
+    assert problem.summary == "--against: net-fp32-h200 has no profile for rows=8"
 
 
 def test_two_engines_are_measured_by_turns_and_must_have_the_same_inputs(bundle, tmp_path, monkeypatch):

@@ -90,9 +90,11 @@ def test_half_precision_converts_weights_and_inputs_that_are_no_integers(spec_of
         "    return Net(), {'ids': ids, 'mask': ids}, {name: {0: 'batch', 1: 'length'} for name in ('ids', 'mask')}\n"
     )
 
-    (half, full) = measured(spec_of("own.py:build"), ["eager-fp16", "eager-fp32"], sizes=SIZES[:1])
+    peers, warm_up = ["eager-fp16", "eager-fp32"], replace(QUICK, warm_up_ms=400.0)
+    (half, full) = measured(spec_of("own.py:build"), peers, sizes=SIZES[:1], switches=warm_up)
 
     assert half.times is not None, half.reason
+    assert half.times.is_settled  # after far more queries in the warm-up than it takes to settle
     assert full.times is None
     assert "raised AssertionError" in full.reason
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trtforge.bench import Figures, Gates, PointFigures, gauges, latency_grid, missed, parse_sizes
+from trtforge.bench import Figures, Gates, OtherEngine, PointFigures, gauges, latency_grid, missed, parse_sizes
 from trtforge.errors import CommandLineError, exit_code_of
 from trtforge.prometheus import prometheus_text
 from trtforge.runtime.measure import Spread, Switches
@@ -17,7 +17,7 @@ def times(p50: float, p99: float) -> Spread:
     return Spread(p50, p50, p99, {50.0: p50, 90.0: p50, 95.0: p99, 99.0: p99}, 0.0)
 
 
-def figures(*slowdowns: Slowdown, gpu: str = "NVIDIA H200", sizes: tuple[dict[str, int], ...] = ({"n": 1}, {"n": 8})):
+def figures(*slowdowns: Slowdown, gpu: str = "NVIDIA H200", precision: str = "fp16", other: str = "fp16"):
     points = tuple(
         PointFigures(
             sizes=size,
@@ -34,9 +34,22 @@ def figures(*slowdowns: Slowdown, gpu: str = "NVIDIA H200", sizes: tuple[dict[st
             context_bytes=1,
             remarks=(),
         )
-        for count, size in enumerate(sizes, start=1)
+        for count, size in enumerate(({"n": 1}, {"n": 8}), start=1)
     )
-    return Figures("net-h200", gpu, "580", "tensorrt 8.6.1", "fake", Switches(), 1, points, slowdowns, ())
+    return Figures(
+        identifier="net-h200",
+        precision=precision,
+        gpu=gpu,
+        driver="580",
+        tensorrt="tensorrt 8.6.1",
+        cuda="fake",
+        switches=Switches(),
+        engine_bytes=1,
+        points=points,
+        other=OtherEngine("old-h200", other) if slowdowns else None,
+        slowdowns=slowdowns,
+        warnings=(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,9 +75,27 @@ def test_a_slower_engine_fails_by_what_is_sure():
     problems = missed(figures(by_chance, surely), Gates(max_regression=0.02))
 
     (problem,) = problems
-    assert problem.summary.startswith("net-h200 at n=8 is 5.0% slower than the other engine (at least 4.0%)")
+    assert problem.summary.startswith("net-h200 at n=8 is 5.0% slower than old-h200 (at least 4.0%)")
     assert exit_code_of(problems) == 14
     assert missed(figures(by_chance, surely), Gates(max_regression=0.04)) == ()
+
+
+@pytest.mark.parametrize(
+    ("precision", "other", "step"),
+    [
+        ("fp16", "fp16", "trtforge build SPEC --store NEW "),
+        ("fp16", "fp32", "trtforge plan SPEC --decisions  # shows what did not become fp16; or release old-h200"),
+        ("fp8", "bf16", "trtforge plan SPEC --decisions  # shows what did not become fp8"),
+        ("fp32", "fp16", "name a bundle in fp32 with --against: old-h200 is in fp16"),
+        ("mixed", "fp16", "name a bundle in mixed with --against"),  # as the model has them
+    ],
+)
+def test_what_helps_a_slower_engine_depends_on_what_it_was_compared_with(precision, other, step):
+    slower = Slowdown(0.05, 0.04, 0.06)
+    one, two = missed(figures(slower, slower, precision=precision, other=other), Gates(max_regression=0.02))
+
+    assert one.next_step == two.next_step
+    assert one.next_step.startswith(step)
 
 
 def test_the_grid_is_what_profile_selection_reads():
@@ -103,10 +134,11 @@ def test_prometheus_text():
 def test_sizes_on_the_command_line():
     assert parse_sizes(["batch=1,8", "x.0=128"]) == {"batch": [1, 8], "x.0": [128]}
     assert parse_sizes(["a=b=2"]) == {"a=b": [2]}  # a symbol may be an expression
+    assert parse_sizes(["batch=8,1", "batch=1,4"]) == {"batch": [8, 1, 4]}
 
 
 @pytest.mark.parametrize(
-    "word", ["batch", "=1", "batch=", "batch=1,", "batch=0", "batch=-1", "batch=1.5", "n=4294967296"]
+    "word", ["batch", "=1", "batch=", "batch=1,", "batch=0", "batch=-1", "batch=1.5", "n=4294967296", "n=" + "9" * 5000]
 )
 def test_sizes_that_are_none(word):
     with pytest.raises(CommandLineError, match="--shapes: found"):

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trtforge.bench import Figures
+    from trtforge.errors import Problem
     from trtforge.peers import PeerPoint
     from trtforge.replay import ReplayFigures
 
+_NEEDS: Final = {
+    "replay_seconds": ("replay", "LOG"),
+    "window_ms": ("replay", "LOG"),
+    "max_batch": ("replay", "LOG"),
+    "limit_ms": ("replay", "LOG"),
+    "max_regression": ("against", "MANIFEST"),
+    "spec": ("peer_python", "PYTHON"),
+    "peer": ("peer_python", "PYTHON"),
+    "peer_timeout": ("peer_python", "PYTHON"),
+    "peer_python": ("spec", "SPEC"),
+}
+"""Option -> the one without which it does nothing."""
+
 
 def bench(
+    context: typer.Context,
     manifest: Annotated[Path, typer.Argument(help="The manifest of a bundle.", show_default=False)],
     shapes: Annotated[
         list[str] | None,
@@ -119,16 +135,12 @@ def bench(
     from trtforge import peers as peering  # noqa: PLC0415
     from trtforge import replay as replaying  # noqa: PLC0415
     from trtforge.cli.console import print_json, print_problems, problem_json, progress  # noqa: PLC0415
-    from trtforge.errors import CommandLineError, exit_code_of  # noqa: PLC0415
-    from trtforge.files import write_text  # noqa: PLC0415
+    from trtforge.errors import exit_code_of, raise_any  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
-    from trtforge.prometheus import prometheus_text  # noqa: PLC0415
     from trtforge.runtime.measure import Switches  # noqa: PLC0415
     from trtforge.runtime.session import EngineSession  # noqa: PLC0415
 
-    if (spec is None) != (peer_python is None):
-        given, missing = ("--spec SPEC", "--peer-python PYTHON")[:: 1 if spec else -1]
-        raise CommandLineError(f"found {given.split()[0]} without {missing.split()[0]}", next_step=f"add {missing}")
+    raise_any(_misused(context))
     peer_spec = peering.torch_spec(spec, peer_python) if spec and peer_python else None
     peer_names = peering.peer_names(peer or [])
     sizes = core.parse_sizes(shapes or [])
@@ -162,19 +174,13 @@ def bench(
                 )
 
             measured = session(manifest, engine)
-            other = session(against, engine) if against else None
+            other = session(against, _if_in(against, engine)) if against else None
+            requests = replay and replaying.read_requests(
+                measured, replay, window_ms=window_ms, max_batch=max_batch, seconds=replay_seconds, limit_ms=limit_ms
+            )
             figures = core.bench(measured, sizes, switches, machine_facts().cuda_driver_version, told, other=other)
-            if replay:
-                served = replaying.serve_log(
-                    measured,
-                    replay,
-                    switches,
-                    told,
-                    window_ms=window_ms,
-                    max_batch=max_batch,
-                    seconds=replay_seconds,
-                    limit_ms=limit_ms,
-                )
+            if requests:
+                served = replaying.serve_log(measured, requests, switches, told, limit_ms=limit_ms)
         if peer_spec and peer_python:  # once the engine has left the GPU
             peers = peering.measure_peers(
                 peer_spec,
@@ -188,13 +194,11 @@ def bench(
                 device_name=figures.gpu,
                 timeout_seconds=peer_timeout,
             )
+    problems = [*core.missed(figures, gates)]
     if grid:
-        write_text(grid, json.dumps(core.latency_grid(figures), indent=1) + "\n")
+        problems += _unwritten(grid, json.dumps(core.latency_grid(figures), indent=1) + "\n")
     if prometheus:
-        gauges = [*core.gauges(figures), *peering.gauges(peers, figures.gpu)]
-        gauges += replaying.gauges(served, figures.gpu) if served else ()
-        write_text(prometheus, prometheus_text(gauges))
-    problems = core.missed(figures, gates)
+        problems += _unwritten(prometheus, _gauges_text(figures, served, peers))
     code = exit_code_of(problems) if problems else 0
     if as_json:
         shown = {
@@ -213,15 +217,70 @@ def bench(
     raise typer.Exit(code)
 
 
+def _misused(context: typer.Context) -> Iterator[Problem]:
+    """Options that would do nothing, or that no figure can be compared with."""
+    from trtforge.errors import CommandLineError, Problem  # noqa: PLC0415
+
+    values: Mapping[str, Any] = context.params
+    given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    code = CommandLineError.exit_code
+    for name in sorted(given & set(_NEEDS)):
+        needed, value = _NEEDS[name]
+        if needed not in given:
+            yield Problem(
+                f"found {_flag(name)} without {_flag(needed)}", f"add {_flag(needed)} {value}", exit_code=code
+            )
+    for name, number in values.items():
+        if isinstance(number, float) and not math.isfinite(number):
+            yield Problem(f"{_flag(name)}: found {number}", f"write {_flag(name)} with a finite number", exit_code=code)
+    if "peer_python" in given and values["streams"] > 1:
+        text = f"--peer-python measures one stream, found --streams {values['streams']}"
+        yield Problem(text, "leave --streams out", exit_code=code)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _if_in(manifest: Path, identifier: str | None) -> str | None:
+    """An engine of another precision has another identifier; then the only one for the GPU is meant."""
+    from trtforge.release.manifest import read_manifest  # noqa: PLC0415
+
+    return identifier if identifier in {one.identifier for one in read_manifest(manifest).artifacts} else None
+
+
+def _gauges_text(figures: Figures, served: ReplayFigures | None, peers: Sequence[PeerPoint]) -> str:
+    from trtforge import bench as core  # noqa: PLC0415
+    from trtforge import peers as peering  # noqa: PLC0415
+    from trtforge import replay as replaying  # noqa: PLC0415
+    from trtforge.prometheus import prometheus_text  # noqa: PLC0415
+
+    gauges = [*core.gauges(figures), *peering.gauges(peers, figures.gpu)]
+    return prometheus_text([*gauges, *(replaying.gauges(served, figures.gpu) if served else ())])
+
+
+def _unwritten(path: Path, text: str) -> tuple[Problem, ...]:
+    """Why a file could not be written: figures that took minutes are shown all the same."""
+    from trtforge.errors import StoreError  # noqa: PLC0415
+    from trtforge.files import write_text  # noqa: PLC0415
+
+    try:
+        write_text(path, text)
+    except StoreError as error:
+        return error.problems
+    return ()
+
+
 def _print(figures: Figures) -> None:
     from trtforge.cli.console import say, shown_bytes  # noqa: PLC0415
+    from trtforge.release.gates import sizes_text  # noqa: PLC0415
 
     switches = figures.switches
     how = [
         "CUDA graph" if switches.cuda_graph else "no CUDA graph",
         "with copies" if switches.transfers else "without copies",
         f"{switches.streams} stream{'s' * (switches.streams > 1)}",
-        "one query at a time" if switches.one_at_a_time else "two queries under way",
+        "one query at a time" if switches.one_at_a_time else "two queries under way in each",
     ]
     say(f"{figures.identifier} on {figures.gpu}, driver {figures.driver}, {figures.tensorrt}, {figures.cuda}")
     say(f"{', '.join(how)}; the engine takes {shown_bytes(figures.engine_bytes)} of GPU memory; times in ms")
@@ -231,21 +290,21 @@ def _print(figures: Figures) -> None:
         row = [point.latency.percentiles[50.0], point.latency.percentiles[99.0], point.compute.percentiles[50.0]]
         row += [copies, point.enqueue.percentiles[50.0], point.response.percentiles[50.0]]
         say(
-            "  " + "  ".join(f"{value:7.3f}" for value in row) + f"  {point.throughput_qps:9.1f}  {_sizes(point.sizes)}"
+            "  "
+            + "  ".join(f"{value:7.3f}" for value in row)
+            + f"  {point.throughput_qps:9.1f}  {sizes_text(point.sizes)}"
         )
-    for point, found in zip(figures.points, figures.slowdowns, strict=False):
-        text = f"{found.ratio:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
-        say(f"  {text} against the other engine at {_sizes(point.sizes)}")
+    if figures.other:
+        for point, found in zip(figures.points, figures.slowdowns, strict=True):
+            text = f"{found.ratio:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+            say(f"  {text} against {figures.other.identifier} at {sizes_text(point.sizes)}")
     for text in dict.fromkeys((*figures.warnings, *(text for point in figures.points for text in point.remarks))):
         say(f"  note: {text}")
 
 
-def _sizes(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in sizes.items())
-
-
 def _print_peers(figures: Figures, peers: Sequence[PeerPoint]) -> None:
     from trtforge.cli.console import say  # noqa: PLC0415
+    from trtforge.release.gates import sizes_text  # noqa: PLC0415
 
     ours = {tuple(point.sizes.items()): point for point in figures.points}
     if peers:
@@ -253,7 +312,7 @@ def _print_peers(figures: Figures, peers: Sequence[PeerPoint]) -> None:
         say(f"PyTorch on the same GPU{modes and ', ' + modes}; engine: how many times as fast, by the median latency")
         say("  p50      p99      compute  response  queries/s  engine  peer          sizes")
     for point in peers:
-        name, sizes = f"{point.peer:<12}", _sizes(point.sizes)
+        name, sizes = f"{point.peer:<12}", sizes_text(point.sizes)
         if point.times is None:
             say(f"  not measured: {point.reason}; {name.strip()} {sizes}")
             continue

@@ -184,15 +184,18 @@ def _warm_up(query: _Query, payload: Json) -> bool:
     slot = _Slot([query.event(spin=payload["spin_wait"]) for _ in range(4)])
     end = time.perf_counter() + payload["warm_up_ms"] / 1000
     before = 0.0
-    for _ in range(_MOST_ROUNDS):
+    rounds_left = _MOST_ROUNDS
+    while rounds_left:
         times = []
         for _ in range(_ROUND):
             slot.start(query)
             times.append(slot.finish()[-1])
         median = statistics.median(times)
         is_settled = abs(median - before) <= _SETTLED * median
-        if is_settled and time.perf_counter() >= end:
-            return True
+        if time.perf_counter() >= end:
+            if is_settled:
+                return True
+            rounds_left -= 1
         before = median
     return False
 

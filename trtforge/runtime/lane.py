@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -181,15 +181,17 @@ class Lane:
 
     def close(self) -> None:
         """Gives graphs, context, memory and stream back, once the GPU is done with them."""
-        with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
-            self._cuda.synchronize(self.stream)
-        self._forget_graphs()
-        self._context = None
-        while self._memory:
-            self._give_back(self._memory.popitem()[1])
-        while self._allocators:
-            self._allocators.popitem()[1].close()
-        self._cuda.free_stream(self.stream)
+        with ExitStack() as steps:  # from the last one on; whatever one raises, the others follow
+            steps.callback(self._cuda.free_stream, self.stream)
+            for allocator in self._allocators.values():
+                steps.callback(allocator.close)
+            for memory in self._memory.values():
+                steps.callback(self._cuda.free_host, memory.host)
+                steps.callback(self._cuda.free, memory.device)
+            steps.callback(setattr, self, "_context", None)
+            steps.callback(self._forget_graphs)
+            with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
+                self._cuda.synchronize(self.stream)
 
     def _recorded(self, *, transfers: bool) -> Any:
         self._cuda.begin_capture(self.stream)
@@ -250,17 +252,15 @@ class Lane:
         if name in self._memory and self._memory[name].host.nbytes >= size:
             return
         if name in self._memory:
-            self._give_back(self._memory.pop(name))
+            memory = self._memory.pop(name)
+            self._cuda.free(memory.device)
+            self._cuda.free_host(memory.host)
         device = self._cuda.allocate(size)
         try:
             self._memory[name] = _Memory(device, self._cuda.allocate_host(size))
         except CapabilityError:
             self._cuda.free(device)
             raise
-
-    def _give_back(self, memory: _Memory) -> None:
-        self._cuda.free(memory.device)
-        self._cuda.free_host(memory.host)
 
     def _part(self, name: str) -> Bytes:
         return self._memory[name].host[: math.prod(self._shapes[name]) * self._types[name].itemsize]
@@ -320,6 +320,7 @@ def _growing(trt: Any, cuda: Cuda) -> Any:
             self.error: CapabilityError | None = None
 
         def reallocate_output(self, _name: str, _memory: int, size: int, _alignment: int) -> int:
+            self.error = None
             if size > self.size or not self.pointer:
                 self.close()
                 try:

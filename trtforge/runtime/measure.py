@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trtforge.cuda import Cuda
+from trtforge.errors import CapabilityError
 from trtforge.runtime.lane import Array, Lane
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
@@ -90,25 +92,29 @@ def timings_of(rows: Array, wall_s: float) -> Timings:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one kind of time, in milliseconds; `percentiles` in percent -> value."""
+    """Of one kind of time, in milliseconds.
+
+    Attributes:
+        percentiles: percent -> milliseconds, for each of `PERCENTILES`.
+        variation: standard deviation over mean, 0 or more.
+    """
 
     mean: float
     low: float
     high: float
     percentiles: dict[float, float]
     variation: float
-    """Standard deviation over mean, 0 or more."""
 
 
-def spread(values: Array, percentiles: Sequence[float] = PERCENTILES) -> Spread:
-    """Mean, extremes, percentiles and coefficient of variation of milliseconds (queries,), at least one."""
+def spread(values: Array) -> Spread:
+    """Of milliseconds (queries,), at least one."""
     ordered = np.sort(values)
     mean = float(ordered.mean())
     return Spread(
         mean,
         float(ordered[0]),
         float(ordered[-1]),
-        {share: percentile(ordered, share) for share in percentiles},
+        {share: percentile(ordered, share) for share in PERCENTILES},
         float(ordered.std() / mean) if mean else 0.0,
     )
 
@@ -171,16 +177,16 @@ def measure(lanes: Sequence[Lane], cuda: Cuda, feeds: Mapping[str, Array], switc
         lane.prepare(feeds)
         lane.run()
     graphs = [lane.graph(transfers=False) if switches.cuda_graph else None for lane in lanes]
-    slots = [
-        (lane, graph, _Query(*(cuda.event(spin=switches.spin_wait) for _ in range(4))))
-        for _ in range(1 if switches.one_at_a_time else _DEPTH)
-        for lane, graph in zip(lanes, graphs, strict=True)
-    ]
+    pairs = list(zip(lanes, graphs, strict=True)) * (1 if switches.one_at_a_time else _DEPTH)
+    events: list[Any] = []
     try:
+        for _ in range(4 * len(pairs)):
+            events.append(cuda.event(spin=switches.spin_wait))  # noqa: PERF401 - those made before one fails count too
+        slots = [(*pair, _Query(*events[4 * place : 4 * place + 4])) for place, pair in enumerate(pairs)]
         return _measured(slots, cuda, switches)
     finally:
-        for _, _, query in slots:
-            for event in (query.start, query.copied_in, query.computed, query.end):
+        for event in events:
+            with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
                 cuda.free_event(event)
 
 
@@ -197,6 +203,7 @@ def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: S
             if first is not None and now - first >= switches.duration_s and len(rows) >= switches.iterations:
                 continue
             first = now if first is None and now >= warm else first
+            query.began = now
             _start(lane, graph, query, cuda, switches)
         if not any(query.is_pending for _, _, query in slots):
             break
@@ -204,7 +211,6 @@ def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: S
 
 
 def _start(lane: Lane, graph: Any, query: _Query, cuda: Cuda, switches: Switches) -> None:
-    query.began = time.perf_counter()
     cuda.record(query.start, lane.stream)
     if switches.transfers:
         lane.copy_in()

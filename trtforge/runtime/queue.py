@@ -19,9 +19,11 @@ Cost = Callable[[int, int], float]
 Cell = tuple[int, ...]
 """Index of a level, for each size."""
 
-_STEPS = 14
-_SPEEDS = (1e-3, 1e4)
+_STEPS = 15
+_RATES = (0.01, 1e6)
 _FIRST_STEP = 1.25
+_ALWAYS_BUSY = 0.98
+_GROWTH = 2.0
 _MOST_LEVELS = 8
 _MOST_REQUESTS = 200_000
 
@@ -117,6 +119,17 @@ def replayed(batcher: Batcher, ends: Sequence[tuple[int, float]], busy: float) -
     return Replay(np.asarray(done - np.array(batcher.arrivals_ms)), sizes, min(busy, 1.0))
 
 
+def keeps_up(played: Replay) -> bool:
+    """Whether requests were served as fast as they came.
+
+    They were not where a batch was always under way and latencies grew: the median of the last fifth of the requests is more
+    than twice that of the first. Batches one after the other alone are no overload, since they grow with the rate.
+    """
+    fifth = max(len(played.latency_ms) // 5, 1)
+    first, last = np.median(played.latency_ms[:fifth]), np.median(played.latency_ms[-fifth:])
+    return played.busy <= _ALWAYS_BUSY or bool(last <= _GROWTH * first)
+
+
 def paced(arrivals_s: Array, speed: float, seconds: float) -> tuple[Array, Array]:
     """A log played faster or slower for some time: cut where it is longer, and begun anew where it is shorter.
 
@@ -138,9 +151,9 @@ def paced(arrivals_s: Array, speed: float, seconds: float) -> tuple[Array, Array
     return which[:keep], times[:keep]
 
 
-def highest_speed(holds: Callable[[float], bool]) -> float:
-    """The highest speed from 0.001 to 10,000 that holds, by bisection to 0.1 %; 0 where none does."""
-    low, high = _SPEEDS
+def highest_rate(holds: Callable[[float], bool]) -> float:
+    """The highest rate from 0.01 to 1,000,000 a second that holds, by bisection to 0.1 %; 0 where none does."""
+    low, high = _RATES
     if not holds(low):
         return 0.0
     for _ in range(_STEPS):
@@ -149,50 +162,49 @@ def highest_speed(holds: Callable[[float], bool]) -> float:
     return low
 
 
-def confirmed_speed(proposed: float, holds: Callable[[float], bool], tries: int) -> float:
-    """The highest speed that was seen to hold, near one that was computed.
+def confirmed_rate(proposed: float, holds: Callable[[float], bool], tries: int) -> float:
+    """The highest rate that was seen to hold, near one that was computed; 0 where none did.
 
-    Steps of 25 % away from the proposed speed, until one holds and one does not, then halves; each a try.
+    Steps of 25 % away from the proposed rate, until one holds and one does not, then halves; each a try.
 
     Args:
         proposed: above 0.
         holds: a real run.
         tries: how many runs.
-
-    Returns:
-        A speed that held; 0 where none did.
     """
     low, high = 0.0, float("inf")
-    speed = proposed
+    rate = proposed
     for _ in range(tries):
-        if holds(speed):
-            low = speed
+        if holds(rate):
+            low = rate
         else:
-            high = speed
+            high = rate
         if np.isinf(high):
-            speed = low * _FIRST_STEP
+            rate = low * _FIRST_STEP
         elif low == 0.0:
-            speed = high / _FIRST_STEP
+            rate = high / _FIRST_STEP
         else:
-            speed = (low * high) ** 0.5
+            rate = (low * high) ** 0.5
     return low
 
 
-def levels(sizes: Array, batch: int, max_batch: int) -> list[Array]:
-    """The sizes to measure at, so that every batch of a log can be padded to one of them.
+def levels(sizes: Array, batch: int, max_batch: int, most: Array) -> list[Array]:
+    """The sizes to measure at, so that a batch of a log that fits a profile can be padded to one that fits it too.
 
     Args:
         sizes: (requests, names), of a log.
         batch: column of the batch size, of which powers of 2 are taken.
         max_batch: largest batch that is formed.
+        most: (profiles, names), the largest sizes of each profile.
 
     Returns:
-        By column, ascending; of other sizes than the batch at most 8, as many requests between each two.
+        By column, ascending: what the profiles end at, as far as the log reaches; powers of 2 of the batch; of other sizes
+        at most 8 more, as many requests between each two.
     """
     found = [_quantiles(column) for column in sizes.T]
     top = max(int(max_batch), int(sizes[:, batch].max()))
-    found[batch] = np.array(sorted({*(1 << power for power in range(top.bit_length())), top}))
-    return found
+    found[batch] = np.array([*(1 << power for power in range(top.bit_length())), top])
+    return [np.union1d(level, ends[ends < level.max()]) for level, ends in zip(found, most.T, strict=True)]
 
 
 def _quantiles(column: Array) -> Array:

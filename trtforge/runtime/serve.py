@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from trtforge.errors import CapabilityError
 from trtforge.runtime.lane import Array, Lane, context_bytes
 from trtforge.runtime.queue import Batcher, Cell, Replay, replayed
 from trtforge.runtime.session import EngineSession
@@ -79,7 +81,8 @@ class Server:
     def close(self) -> None:
         """Gives the events back; contexts are the session's."""
         for event in (self._start, self._end):
-            self._cuda.free_event(event)
+            with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
+                self._cuda.free_event(event)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +121,8 @@ def serve(batcher: Batcher, run_batch: RunBatch) -> Served:
             ready_at, most = batcher.next(first)
             if ready_at > free_at:
                 _wait_until(begin + ready_at / 1000)
-            start = (time.perf_counter() - begin) * 1000
+            # Rounding may put it a little before the arrival that was waited for.
+            start = max((time.perf_counter() - begin) * 1000, ready_at)
             num_late += start - max(ready_at, free_at) > LATE_MS
             end = batcher.arrived(start, most)
             spent = run_batch(first, end)

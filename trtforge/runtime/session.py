@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -31,10 +31,8 @@ from trtforge.machine import GpuFacts, machine_facts
 from trtforge.profile_choice import is_inside, profile_for
 from trtforge.release.later_versions import last_major, reaches, version_parts
 from trtforge.release.manifest import Artifact, Manifest, ProfileRecord, RangeRecord, read_manifest
-from trtforge.runtime.lane import Lane
+from trtforge.runtime.lane import Array, Lane
 from trtforge.types import Profile, ShapeRange
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _AMPERE: Final = 80
 
@@ -74,6 +72,9 @@ class EngineSession:
         self._lanes: dict[tuple[str, Hashable], Lane] = {}
         self.engine: Any = None
         self._runtime: Any = None
+        self._closing = ExitStack()  # from the last one on; whatever one raises, the others follow
+        self._closing.callback(cuda.close)
+        self._closing.callback(self._unload)
 
     @classmethod
     def open(
@@ -168,12 +169,13 @@ class EngineSession:
             self.close()
 
     def close(self) -> None:
-        """Gives everything on the GPU back."""
-        while self._lanes:
-            self._lanes.popitem()[1].close()
-        self.engine = None  # before its runtime, and both before CUDA
+        """Gives everything on the GPU back; a second time does nothing."""
+        self._closing.close()
+
+    def _unload(self) -> None:
+        self._lanes.clear()
+        self.engine = None  # before its runtime
         self._runtime = None
-        self.cuda.close()
 
     def lane(self, profile: Profile, which: Hashable = 0) -> Lane:
         """The context of a profile; every other `which` is another, independent one.
@@ -184,6 +186,7 @@ class EngineSession:
         key = (profile.name, which)
         if key not in self._lanes:
             self._lanes[key] = Lane(self._trt, self.engine, self.cuda, self.profiles.index(profile))
+            self._closing.callback(self._lanes[key].close)
         return self._lanes[key]
 
     def profile(self, feeds: Mapping[str, Array]) -> Profile:

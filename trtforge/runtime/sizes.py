@@ -11,7 +11,7 @@ from trtforge.release.manifest import TensorRecord
 from trtforge.runtime.lane import Array
 from trtforge.runtime.session import EngineSession
 from trtforge.traffic.layout import Layout, layout_of
-from trtforge.types import Profile, Shape, TensorSpec
+from trtforge.types import Point, Profile, Shape, TensorSpec
 
 Sizes = Mapping[str, int]
 """Symbol -> size; of an axis without a symbol, `input[axis]` -> size."""
@@ -28,12 +28,12 @@ def shapes(inputs: Iterable[TensorRecord], sizes: Sizes) -> dict[str, Shape]:
     return known.shapes(sizes[name] for name in known.names)
 
 
-def opt_sizes(known: Layout, profile: Profile) -> dict[str, int]:
-    """The sizes of a profile's opt."""
+def profile_sizes(known: Layout, profile: Profile, point: Point) -> dict[str, int]:
+    """The sizes of a profile's min, opt or max, in the order of `known.names`."""
     return {
         dim: size
         for name, axes in known.axes.items()
-        for dim, size in zip(axes, profile.shapes[name].opt, strict=True)
+        for dim, size in zip(axes, getattr(profile.shapes[name], point), strict=True)
         if isinstance(dim, str)
     }
 
@@ -62,8 +62,3 @@ def at_sizes(session: EngineSession, sizes: Sizes) -> tuple[Profile, dict[str, A
     for name, values in profile.values.items():
         feeds[name] = np.array(values.opt, feeds[name].dtype).reshape(feeds[name].shape)
     return profile, feeds
-
-
-def sizes_text(sizes: Sizes) -> str:
-    """As on the command line."""
-    return ",".join(f"{name}={size}" for name, size in sizes.items()) or "its only size"

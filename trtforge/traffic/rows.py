@@ -101,7 +101,7 @@ def falling_time(path: Path, number: int, seconds: float) -> Problem:
     """A request that came before the one above it."""
     return Problem(
         f"its timestamp is {seconds:g} s before that of the row above it, so batches cannot be told",
-        "sort the log by timestamp, or leave out --window-ms",
+        "sort the log by timestamp",
         Where(path, number, 1),
         (),
         SpecError.exit_code,
