@@ -6,6 +6,7 @@ next build with the same key hands them over and calibrates no more.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,9 +18,9 @@ import numpy as np
 
 from trtforge.backends.capabilities import capability
 from trtforge.backends.surroundings import CalibrationBatches
-from trtforge.errors import CalibrationError, Problem, Where
+from trtforge.errors import CalibrationError, CapabilityError, Problem, StoreError, Where
 from trtforge.events import Event
-from trtforge.files import explained
+from trtforge.files import explained, free_bytes
 from trtforge.samples.calibration import CalibrationData, open_calibration
 from trtforge.samples.source import Array, Sample, raise_first
 from trtforge.spec.load import SpecFile
@@ -31,6 +32,7 @@ _ALGORITHMS: Final = {"tensorrt_entropy": "EntropyCalibration2", "tensorrt_minma
 _VERSION: Final = 1
 """Raised where the same inputs start to give other scales."""
 _SECONDS_BETWEEN_EVENTS: Final = 0.1
+_MORE_ROOM: Final = "name a folder with more room with --store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,21 @@ def scales_key(
     Scales may be used on another GPU, and by no other version.
 
     Source: TensorRT developer guide, "Calibration Cache" ("INT8 calibration using custom calibration").
+
+    Raises:
+        CapabilityError: an input's values decide a tensor's shape.
+        SeveralErrors, CalibrationError: the data cannot be opened.
     """
     calibration = spec_file.spec.calibration
     if calibration is None or calibration.method not in _ALGORITHMS:
         return None
+    for role in graph.roles:
+        if role.kind == "shape_values":
+            raise CapabilityError(
+                f"the values of '{role.name}' decide a tensor's shape, and TensorRT's own calibrator is not fed such values",
+                where=spec_file.where("calibration", "method"),
+                next_step="write method: auto",
+            )
     data = open_calibration(spec_file, graph, profiles, digest_of=digest_of)
     shapes = {name: list(shape) for name, shape in _opt_shapes(graph, profiles).items()}
     return StageKey(
@@ -105,7 +118,8 @@ def write_batches(
     types = capability(unit.backend, unit.backend_version).narrowed_dtypes
     dtypes = {spec.name: types.get(spec.dtype, spec.dtype) for spec in graph.inputs}
     paths = {spec.name: folder / f"{number}.batches" for number, spec in enumerate(graph.inputs)}
-    with explained(folder, 0, "name a folder with more room with --store"), ExitStack() as stack:
+    _refuse_no_room(folder, (data.num_samples or 0) * _row_bytes(shapes, dtypes))
+    with explained(folder, 0, _MORE_ROOM), ExitStack() as stack:
         files = {name: stack.enter_context(path.open("wb")) for name, path in paths.items()}
         num_rows = _write_rows(_told(data, stages), shapes, dtypes, files, profiles, where)
         batch_bytes = _batch_bytes(files, shapes, num_rows)
@@ -146,6 +160,21 @@ def _batch_size(shapes: Mapping[str, Shape]) -> int | None:
     """The first size that all inputs have, along which rows are taken together; None: a sample is a whole batch."""
     first = {shape[:1] for shape in shapes.values()}
     return next(iter(first))[0] if len(first) == 1 and () not in first else None
+
+
+def _row_bytes(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> int:
+    """Of one sample in all files."""
+    sizes = (math.prod(shape) * np.dtype(dtypes[name]).itemsize for name, shape in shapes.items())
+    return sum(sizes) // (_batch_size(shapes) or 1)
+
+
+def _refuse_no_room(folder: Path, needed_bytes: int) -> None:
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise StoreError(
+            f"{folder} has too little space for the calibration batches: {needed_bytes} bytes needed, {free} bytes free",
+            next_step=_MORE_ROOM,
+        )
 
 
 def _batch_bytes(files: Mapping[str, IO[bytes]], shapes: Mapping[str, Shape], num_rows: int) -> dict[str, int]:

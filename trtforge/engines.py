@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,14 @@ from trtforge.backends.surroundings import CalibrationBatches, Surroundings
 from trtforge.bundle import BuiltUnit, MissingTarget, host_record
 from trtforge.errors import BuildError, SeveralErrors, StoreError, TrtForgeError
 from trtforge.events import Event
-from trtforge.model_source import unchanged_model
+from trtforge.model_source import refuse_changed_model, unchanged_model
 from trtforge.plain import from_plain, to_plain
 from trtforge.planning import Plan, PlannedUnit, label_of
 from trtforge.release.manifest import HostRecord
 from trtforge.run import Run
 from trtforge.spec.load import SpecFile
 from trtforge.stages import Stages
-from trtforge.store import Store
+from trtforge.store import StageKey, Store
 from trtforge.targets import gpu_at_hand, gpu_lock
 from trtforge.types import BuildUnit, BuiltEngine, Graph
 
@@ -79,9 +79,8 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, scales: Calibrat
         work_dir = run.stages.store.new_folder(unit.identifier)
         limit = spec_file.spec.build_timeout
         on_event = _forward(label_of(unit), run.stages)
-        # What cannot be replayed need not be kept.
-        can_lock = not capability(unit.backend, unit.backend_version).locked_builds
-        timing = work_dir / f"{unit.identifier}.timing" if can_lock else None
+        is_recorded = unit.settings["record_tactics"] or planned.recorded is not None
+        timing = work_dir / f"{unit.identifier}.timing" if is_recorded else None
         try:
             with (
                 unchanged_model(spec_file, plan.graph, run),
@@ -101,7 +100,7 @@ def _build_unit(planned: PlannedUnit, plan: Plan, graph: Graph, scales: Calibrat
             "engine": to_plain(BuiltEngine, replace(engine, path=Path())),
             "host": to_plain(HostRecord, host_record(plan.facts)),
         }
-        kept = {TIMING_CACHE: timing} if timing and engine.timing_cache_digest else {}
+        kept = {TIMING_CACHE: timing} if timing else {}
         return plain, {"engine": engine.path} | kept
 
     def describe(plain: Any) -> tuple[str, ...]:
@@ -147,15 +146,27 @@ def _scales(
 ) -> Iterator[tuple[Path | None, CalibrationBatches | None]]:
     """A file with the scales that the builder reads, or takes the place of those that it makes of samples.
 
-    What TensorRT's own calibrator makes goes into the store, also where the build itself ends with an error.
+    What TensorRT's own calibrator makes goes into the store, also where the build itself ends with an error; another
+    build that makes the same is waited for.
     """
     key, store = planned.scales_key, run.stages.store
     if key is None:
         yield _calibration_cache(planned.unit, plan, table, work_dir) if table else None, None
         return
-    if known := store.find(key):
-        yield store.blob_path(known.blobs["cache"]), None
-        return
+    waiting = Event("step", label_of(planned.unit), "waiting for another build, which calibrates the same")
+    with ExitStack() as stack:
+        if store.find(key) is None:
+            stack.enter_context(store.lock(key.digest, on_wait=lambda: run.stages.tell(waiting)))
+        if known := store.find(key):
+            yield store.blob_path(known.blobs["cache"]), None
+        else:
+            yield stack.enter_context(_made_scales(planned, key, plan, work_dir, run))
+
+
+@contextmanager
+def _made_scales(
+    planned: PlannedUnit, key: StageKey, plan: Plan, work_dir: Path, run: Run
+) -> Iterator[tuple[Path, CalibrationBatches]]:
     from trtforge.builder_calibration import result_of, write_batches  # noqa: PLC0415 - loads numpy
 
     cache = work_dir / f"{planned.unit.identifier}.calibration"
@@ -165,9 +176,13 @@ def _scales(
     try:
         yield cache, written.batches
     finally:
+        for path in written.batches.files.values():
+            path.unlink(missing_ok=True)
         if cache.exists():
+            refuse_changed_model(plan.spec_file, plan.graph, run)  # its scales would be another model's
             result = result_of(written, key.parameters["method"], cache)
-            store.put(key, result, {"cache": cache}, f"{result['num_tensors']} tensors, {written.num_samples} samples")
+            about = f"{result['num_tensors']} tensors, {written.num_samples} samples"
+            run.stages.store.put(key, result, {"cache": cache}, about)
 
 
 def _calibration_cache(unit: BuildUnit, plan: Plan, table: CalibrationTable, folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from trtforge.backends.capabilities import capability
 from trtforge.backends.surroundings import Recorded
@@ -15,6 +16,8 @@ from trtforge.release.manifest import MANIFEST_NAME, Artifact, read_manifest
 from trtforge.run import Run
 from trtforge.store import read_record, record_path
 from trtforge.types import BuildUnit
+
+_RECORDED: Final = "EDITABLE_TIMING_CACHE"
 
 
 def locked_plan(plan: Plan, output_dir: Path, run: Run) -> Plan:
@@ -40,11 +43,11 @@ def locked_plan(plan: Plan, output_dir: Path, run: Run) -> Plan:
 
 def _why_not(unit: BuildUnit, found: Mapping[str, Artifact], manifest_path: Path, run: Run) -> Problem | None:
     artifact = found.get(unit.identifier)
-    anew = "trtforge build SPEC  # without --locked, which records them"
-    if reason := capability(unit.backend, unit.backend_version).locked_builds:
+    if reason := capability(unit.backend, unit.backend_version).settings.get("record_tactics"):
         text, step = f"its build cannot be locked: {reason}", "leave out --locked"
-    elif artifact is None or artifact.timing_cache_digest is None:
-        text, step = f"{shown_path(manifest_path)} records no tactics of it", anew
+    elif artifact is None or artifact.timing_cache_digest is None or _RECORDED not in artifact.builder_flags:
+        text = f"{shown_path(manifest_path)} records no tactics of it"
+        step = "write builder: {record_tactics: true}, and build without --locked"
     elif artifact.backend_version != unit.backend_version:
         text = f"its tactics were recorded by {unit.backend} {artifact.backend_version}, and this is {unit.backend_version}"
         step = f"pip install '{unit.backend}=={artifact.backend_version}'"

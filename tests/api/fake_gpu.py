@@ -169,6 +169,8 @@ class Rig:
                 "ICudaEngine__get_tensor_dtype": lambda *_: self.stand_in.names["DataType"].FLOAT,
                 "ICudaEngine__get_tensor_location": lambda *_: self.stand_in.names["TensorLocation"].DEVICE,
                 "ICudaEngine__create_execution_context": self._context,
+                "ICudaEngine__create_engine_inspector": lambda _engine: self.stand_in.make("EngineInspector"),
+                "EngineInspector__get_engine_information": self._layers,
                 "IExecutionContext__set_optimization_profile_async": self._set_profile,
                 "IExecutionContext__set_input_shape": self._set_shape,
                 "IExecutionContext__set_tensor_address": self._set_address,
@@ -209,6 +211,9 @@ class Rig:
         names = self.stand_in.data["classes"]["ICudaEngine"]
         size = "device_memory_size_v2" if "device_memory_size_v2" in names else "device_memory_size"
         return self._make("ICudaEngine", num_io_tensors=2, contexts=[], **{size: 5 << 20})
+
+    def _layers(self, _inspector, _format):
+        return '{"Layers": []}'
 
     def _context(self, engine):
         if self.cuda.allocations_left == 0:

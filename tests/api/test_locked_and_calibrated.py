@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ name: net
 model: {onnx: net.onnx}
 profiles: [{inputs: {x: {min: [1, 4], opt: [8, 4], max: [32, 4]}}}]
 precision: {type: as_model}
-builder: {profiling_verbosity: detailed}
+builder: {profiling_verbosity: detailed, record_tactics: true}
 targets: [{backend: tensorrt, gpus: [H200]}]
 output: out
 """
@@ -40,14 +41,15 @@ def editable(project, monkeypatch):  # noqa: F811
     return project
 
 
-def save(project, text):  # noqa: F811
+def save(folder, text):
     model = onnx.parser.parse_model(text)
-    onnx.save(model, project / "net.onnx")
-    (project / "network.json").write_text(json.dumps(parsed(model)))
+    onnx.save(model, folder / "net.onnx")
+    (folder / "network.json").write_text(json.dumps(parsed(model)))
 
 
-def build_locked(project):  # noqa: F811
-    return pipeline.build(project / "net.yaml", None, lambda _event: None, store_path=project / "store", locked=True)
+def build_locked(folder, jobs=None):
+    path, store = folder / "net.yaml", folder / "store"
+    return pipeline.build(path, None, lambda _event: None, store_path=store, locked=True, jobs=jobs)
 
 
 def test_a_locked_build_repeats_the_published_tactics_and_is_found_again(editable, monkeypatch):
@@ -82,15 +84,34 @@ def test_a_changed_model_ends_a_locked_build_and_leaves_what_was_published(edita
     assert (editable / "out" / "manifest.json").read_bytes() == before
 
 
+def test_targets_of_other_machines_are_no_hindrance_to_a_locked_build(editable):
+    build(editable, AS_MODEL.replace("[H200]", "[H200, A100], when_missing: skip"))
+
+    bundle = build_locked(editable, jobs=2)
+
+    assert [artifact.target_gpu for artifact in bundle.manifest.artifacts] == ["H200"]
+    assert [missing.gpu for missing in bundle.missing] == ["A100"]
+
+
+@pytest.mark.parametrize("change", [("detailed", "none"), (", record_tactics: true", "")])
+def test_a_spec_that_changed_is_locked_where_its_tactics_are_the_same(editable, change):
+    build(editable, AS_MODEL)
+    (editable / "net.yaml").write_text(AS_MODEL.replace(*change))
+
+    (artifact,) = build_locked(editable).manifest.artifacts
+
+    assert artifact.builder_flags == ("EDITABLE_TIMING_CACHE", "ERROR_ON_TIMING_CACHE_MISS")
+
+
 def test_layers_are_compared_with_those_of_the_recorded_engine(editable):
     build(editable, AS_MODEL)
     (record,) = (editable / "store" / "records" / "build").glob("*.json")
     assert ["first", "kernel_1"] in json.loads(record.read_text())["record"]["result"]["engine"]["tactics"]
 
 
-def refused_lock(project):  # noqa: F811
+def refused_lock(folder):
     with pytest.raises(TrtForgeError) as caught:
-        build_locked(project)
+        build_locked(folder)
     (problem,) = caught.value.problems
     assert problem.exit_code == 6
     return problem
@@ -102,7 +123,7 @@ def test_without_a_published_bundle_nothing_is_locked(editable):
     problem = refused_lock(editable)
 
     assert problem.summary.endswith("out/manifest.json records no tactics of it")
-    assert problem.next_step == "trtforge build SPEC  # without --locked, which records them"
+    assert problem.next_step == "write builder: {record_tactics: true}, and build without --locked"
     assert not (editable / "out").exists()
 
 
@@ -117,8 +138,22 @@ def test_tactics_in_another_store_are_named(editable):
     assert "--store" in problem.next_step
 
 
+def test_a_manifest_that_names_another_blob_ends_a_locked_build(editable):
+    artifact = build(editable, AS_MODEL).manifest.artifacts[0]
+    path = editable / "out" / "manifest.json"
+    path.write_text(path.read_text().replace(artifact.timing_cache_digest, artifact.digest))
+
+    assert "tensorrt 10.9.0.34 does not take the recorded timing cache" in refused_lock(editable).summary
+
+
+def test_a_build_that_recorded_nothing_cannot_be_repeated(editable):
+    build(editable, AS_MODEL.replace(", record_tactics: true", ""))
+
+    assert refused_lock(editable).summary.endswith("out/manifest.json records no tactics of it")
+
+
 def test_8_6_locks_nothing(plain_project):  # noqa: F811
-    build(plain_project, AS_MODEL)
+    build(plain_project, AS_MODEL.replace(", record_tactics: true", ""))
 
     problem = refused_lock(plain_project)
 
@@ -140,13 +175,13 @@ def streamed(plain_project, monkeypatch):  # noqa: F811
     return plain_project
 
 
-def batches(project):  # noqa: F811
-    return [line for line in (project / "trace.txt").read_text().splitlines() if line.startswith("batch of")]
+def batches(folder):
+    return [line for line in (folder / "trace.txt").read_text().splitlines() if line.startswith("batch of")]
 
 
-def planned(project):  # noqa: F811
-    with open_run(project / "net.yaml", project / "store", lambda _event: None) as run:
-        return planning.explain(planning.make_plan(project / "net.yaml", run), run)
+def planned(folder):
+    with open_run(folder / "net.yaml", folder / "store", lambda _event: None) as run:
+        return planning.explain(planning.make_plan(folder / "net.yaml", run), run)
 
 
 def test_the_builders_calibrator_gets_the_samples_and_the_store_keeps_its_scales(streamed):
@@ -179,6 +214,34 @@ def test_another_build_of_the_same_model_does_not_calibrate_again(streamed):
     assert again.manifest.calibration == first.manifest.calibration
 
 
+def test_two_builds_at_once_calibrate_once(streamed):
+    def build_at(level):
+        path = streamed / f"{level}.yaml"
+        path.write_text(
+            STREAMED.replace("output: out", f"output: out{level}\nbuilder: {{optimization_level: {level}}}")
+        )
+        return pipeline.build(path, None, lambda _event: None, store_path=streamed / "store")
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(build_at, (1, 2))
+
+    assert len(batches(streamed)) == 2
+    assert first.manifest.calibration_digest == second.manifest.calibration_digest
+
+
+def test_scales_of_a_model_that_changed_meanwhile_are_not_kept(streamed):
+    def change(event):
+        if event.text.startswith("calibration, batch"):
+            save(streamed, WIDE)
+
+    (streamed / "net.yaml").write_text(STREAMED)
+    with pytest.raises(TrtForgeError) as caught:
+        pipeline.build(streamed / "net.yaml", None, change, store_path=streamed / "store")
+
+    assert "net.onnx" in caught.value.problems[0].summary
+    assert not list((streamed / "store" / "records").glob("calibrate*/*"))
+
+
 @pytest.mark.parametrize(
     "change", [("tensorrt_minmax", "tensorrt_entropy"), ("opt: [8, 4]", "opt: [4, 4]"), ("x.npz", "other.npz")]
 )
@@ -193,9 +256,9 @@ def test_what_decides_scales_calibrates_again(streamed, change, monkeypatch):
     assert batches(streamed)
 
 
-def problems(project, spec):  # noqa: F811
+def problems(folder, spec):
     with pytest.raises(TrtForgeError) as caught:
-        build(project, spec)
+        build(folder, spec)
     return caught.value.problems
 
 

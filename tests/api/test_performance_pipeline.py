@@ -3,84 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 
-import onnx
+import h200
 import pytest
-from test_tensorrt_calls import parsed
+from h200 import ENGINE, H200, SPEC
 from typer.testing import CliRunner
 
-from trtforge import pipeline, planning
 from trtforge.cli.app import app
-from trtforge.errors import TrtForgeError, exit_code_of
-from trtforge.machine import GpuFacts, machine_facts
+from trtforge.errors import exit_code_of
 from trtforge.release.manifest import EngineFigures, NotRun, manifest_json, read_manifest
-from trtforge.release.verify import verify
-
-HERE = Path(__file__).parent
-H200 = GpuFacts(0, "NVIDIA H200", "H200", "sm90", 132, 150_000_000_000, "GPU-1")
-ENGINE = "net-fp32-h200-trt8.6.1"
-MODEL = """
-<ir_version: 8, opset_import: ["": 13]>
-net (float[rows, 8] x) => (float[rows, 8] y) { [add] y = Add(x, x) }
-"""
-SPEC = """
-version: 1
-name: net
-model: {onnx: net.onnx}
-profiles: [{inputs: {x: {min: [1, 8], opt: [3, 8], max: [32, 8]}}}]
-targets: [{backend: tensorrt, gpus: [H200, A100], when_missing: skip}]
-output: out
-"""
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    model = onnx.parser.parse_model(MODEL)
-    onnx.save(model, tmp_path / "net.onnx")
-    (tmp_path / "network.json").write_text(json.dumps(parsed(model)))
-    machine(monkeypatch, H200)
-    for folder in (HERE, HERE / "site_bench", HERE / "site"):  # the builder's process sees the last alone
-        monkeypatch.syspath_prepend(folder)
-    for name, value in {
-        "PYTHONPATH": f"{HERE / 'site'}:{HERE}",
-        "STAND_IN_VERSION": "8.6.1",
-        "STAND_IN_TRACE": str(tmp_path / "trace.txt"),
-        "STAND_IN_NETWORK": str(tmp_path / "network.json"),
-        "XDG_CACHE_HOME": str(tmp_path / "xdg"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def machine(monkeypatch, *gpus, **packages):
-    facts = machine_facts()
-    packages = {**facts.packages, "tensorrt": "8.6.1", "pycuda": "2024.1", **packages}
-    here = replace(facts, gpus=gpus, packages=packages, cuda_driver_version="580.1", cuda_version="13.0")
-    monkeypatch.setattr(planning, "machine_facts", lambda: here)
 
 
 def build(project, performance="", events=None):
-    path = project / "net.yaml"
-    path.write_text(f"{SPEC}performance: {performance}\n" if performance else SPEC)
-    told = events if events is not None else []
-    return pipeline.build(path, None, told.append, store_path=project / "store")
+    return h200.build(project, f"performance: {performance}\n" if performance else "", events)
 
 
 def refused(project, performance):
-    with pytest.raises(TrtForgeError) as caught:
-        build(project, performance)
-    return caught.value.problems
+    return h200.refused(project, f"performance: {performance}\n")
 
 
 def checks_of(project):
-    report = verify(project / "out" / "manifest.json", wanted_gpu="H200", wanted_tensorrt="8.6", facts=None)
-    return [(check.verdict, check.exit_code, check.text) for check in report.checks if check.name == "performance"]
+    return h200.checks_of(project, "performance")
 
 
 def test_figures_are_in_the_manifest_and_taken_once(project):
@@ -133,8 +79,8 @@ def test_a_missed_gate_refuses_the_bundle_and_is_measured_again(project, perform
         assert text in problem.summary
         assert problem.where.line == 8
     assert not (project / "out").exists()
-    build(project, "{p99_ms: 15}")  # with the engine that is stored
-    assert len((project / "trace.txt").read_text().split("build_serialized_network(")) == 2
+    build(project, "{p99_ms: 15}")
+    assert not (project / "trace.txt").exists()  # all with the engine that is stored
 
 
 def previous_bundle(project, less_ms, **changes):
@@ -216,17 +162,17 @@ def test_a_damaged_previous_engine_is_an_error(project):
 
 
 def test_a_crash_ends_the_measuring_alone(project, monkeypatch):
-    monkeypatch.setenv("BENCH_DIES", "1")
+    monkeypatch.setenv("DIES", "bench")
 
     (problem,) = refused(project, "{p99_ms: 15}")
 
-    assert problem.summary == f"{ENGINE} was not measured: the process that measures ended by SIGSEGV"
+    assert problem.summary == f"{ENGINE} was not measured: its process ended by SIGSEGV"
     assert problem.exit_code == 9
     assert "about to die" in problem.detail
 
 
 def test_without_the_section_nothing_is_measured(project, monkeypatch):
-    monkeypatch.setenv("BENCH_DIES", "1")
+    monkeypatch.setenv("DIES", "bench")
 
     assert build(project).manifest.performance == NotRun(
         reason="the spec has no performance section", next_step="trtforge bench MANIFEST"
@@ -234,9 +180,8 @@ def test_without_the_section_nothing_is_measured(project, monkeypatch):
 
 
 def test_a_machine_without_a_cuda_library_says_so_before_it_builds(project, monkeypatch):
-    facts = planning.machine_facts()
-    packages = {name: version for name, version in facts.packages.items() if name not in ("pycuda", "cuda-python")}
-    monkeypatch.setattr(planning, "machine_facts", lambda: replace(facts, packages=packages))
+    h200.machine(monkeypatch, H200, libraries=())
+    shutil.rmtree(project / "store")
 
     (problem,) = refused(project, "{p99_ms: 15}")
 
@@ -244,7 +189,7 @@ def test_a_machine_without_a_cuda_library_says_so_before_it_builds(project, monk
     assert not (project / "trace.txt").exists()
 
 
-def test_figures_of_a_kept_engine_are_judged_by_verify(project, monkeypatch):
+def test_figures_of_a_kept_engine_are_judged_by_verify(project):
     build(project, "{p99_ms: 15}")
     path = project / "out" / "manifest.json"
     path.write_text(path.read_text().replace('"p99_ms": 15.0', '"p99_ms": 14.5'))
@@ -254,7 +199,7 @@ def test_figures_of_a_kept_engine_are_judged_by_verify(project, monkeypatch):
     ]
 
 
-def test_plan_says_what_is_measured_and_why_not(project, monkeypatch):
+def test_plan_says_what_is_measured_and_why_not(project):
     path = project / "net.yaml"
     path.write_text(SPEC + "performance: {p99_ms: 15}\n")
 

@@ -60,6 +60,14 @@ net (float[batch, 4] x) => (float[batch, 4] y)
     [root] y = Sqrt(a)
 }
 """
+TWO_INPUTS = """
+<ir_version: 8, opset_import: ["": 13]>
+net (int64[batch, 3] ids, float[batch, 3] mask) => (float[batch, 3] y)
+{
+    [cast] a = Cast<to = 1>(ids)
+    [product] y = Mul(a, mask)
+}
+"""
 _QUESTIONS = ("INetworkDefinition.get_", "ITensor.get_", "ILayer.get_")
 ALL_SETTINGS = {
     "optimization_level": 4,
@@ -302,23 +310,51 @@ def test_a_timing_cache_that_cannot_be_kept_costs_a_warning_only(bench):
     assert [message.text.partition(": ")[0] for message in engine.messages] == [f"timing cache {path} is not kept"]
 
 
-EDITABLE = [version for version in VERSIONS if capability("tensorrt", version).locked_builds == ""]
-DETAILED = {**PLAIN, "profiling_verbosity": "detailed"}
+def test_measurements_that_tensorrt_cannot_read_back_are_not_kept(bench):
+    path = bench.folder / "timing" / "h200.cache"
+    what, around = unit("8.6.1", DYNAMIC_PROFILES), Surroundings(timing_cache=path)
+    bench.build(DYNAMIC, what, around)
+    before = path.read_bytes()
+    bench.set("STAND_IN_MYELIN", "1")
+
+    engine = bench.build(DYNAMIC, what, around)
+
+    assert not engine.messages
+    assert path.read_bytes() == before
 
 
-def test_builds_can_be_locked_where_timing_caches_are_editable():
+def test_a_timing_cache_that_8_6_drops_in_its_log_alone_is_begun_anew(bench):
+    path = bench.folder / "h200.cache"
+    path.write_bytes(b"timing of 8.6.1 with Myelin")
+
+    engine = bench.build(DYNAMIC, unit("8.6.1", DYNAMIC_PROFILES), Surroundings(timing_cache=path))
+
+    assert [message.text for message in engine.messages] == [f"timing cache {path} does not fit; a fresh one is begun"]
+    assert path.read_bytes() == b"timing of 8.6.1"
+
+
+EDITABLE = [version for version in VERSIONS if "record_tactics" not in capability("tensorrt", version).settings]
+RECORDED = {**PLAIN, "record_tactics": True}
+DETAILED = {**RECORDED, "profiling_verbosity": "detailed"}
+
+
+def test_tactics_can_be_recorded_where_timing_caches_are_editable():
     flags = {version: StandIn(version, lambda _line: None, {}).names["BuilderFlag"].__members__ for version in VERSIONS}
 
     assert [version for version in VERSIONS if "EDITABLE_TIMING_CACHE" in flags[version]] == EDITABLE
     assert all("ERROR_ON_TIMING_CACHE_MISS" in flags[version] for version in EDITABLE)
 
 
-def recorded_build(bench, version, settings=PLAIN):
-    """A first build, in which tactic 1 was the fastest of each operator."""
-    record = bench.folder / "record.timing"
-    around = Surroundings(timing_cache=bench.folder / "timing" / "h200.cache", timing_record=record)
+def recorded_build(bench, version, settings=RECORDED):
+    """A first build, in which tactic 1 was the fastest of each operator; it holds nothing that others measured."""
+    shared, record = bench.folder / "timing" / "h200.cache", bench.folder / "record.timing"
+    shared.parent.mkdir()
+    shared.write_bytes(f'timing of {version}{{"0xab": 3}}'.encode())
+    around = Surroundings(timing_cache=shared, timing_record=record)
     engine = bench.build(TYPED, unit(version, TYPED_PROFILE, settings), around)
     assert engine.timing_cache_digest == sha256(record.read_bytes()).hexdigest()
+    assert b"0xab" not in record.read_bytes()
+    assert shared.read_bytes() == f'timing of {version}{{"0xab": 3}}'.encode()
     bench.set("STAND_IN_TACTIC", "2")
     return engine, Surroundings(recorded=Recorded(record, dict(engine.tactics)))
 
@@ -326,6 +362,7 @@ def recorded_build(bench, version, settings=PLAIN):
 @pytest.mark.parametrize("version", EDITABLE)
 def test_a_locked_build_takes_the_recorded_tactics(bench, version):
     first, locked = recorded_build(bench, version, DETAILED)
+    assert first.builder_flags == ("EDITABLE_TIMING_CACHE",)
 
     again = bench.build(TYPED, unit(version, TYPED_PROFILE, DETAILED), locked)
 
@@ -405,7 +442,7 @@ def test_older_versions_lock_nothing(bench, version):
 
 
 def batches(bench, values, num_batches=3):
-    """Batches of 8 rows of `x`; the file of the other input is empty, as the parser's stand-in does not ask for it."""
+    """Batches of 8 rows of `x`."""
     path = bench.folder / "x.raw"
     path.write_bytes(values.astype("<f4").tobytes())
     bench.set("STAND_IN_BATCH_SIZES", "32")
@@ -433,6 +470,25 @@ def test_a_calibrator_of_the_builder_gets_every_batch_once(bench, version, algor
         assert matches(f"calibrated-{algorithm}-{version}", trace)
 
 
+def test_each_input_gets_its_own_values(bench):
+    """The network has `ids` first, and 8.6 reads them as int32."""
+    files = {name: bench.folder / f"{name}.raw" for name in ("mask", "ids")}
+    files["ids"].write_bytes(np.arange(12, dtype="<i4").tobytes())
+    files["mask"].write_bytes((np.arange(12, dtype="<f4") / 4).tobytes())
+    given = CalibrationBatches("MinMaxCalibration", files, dict.fromkeys(files, 24), 2, 2)
+    bench.set("STAND_IN_BATCH_SIZES", "6,6")
+    shapes = {name: ShapeRange((1, 3), (2, 3), (4, 3)) for name in files}
+
+    around = Surroundings(calibration_cache=bench.folder / "net.calibration", calibration_batches=given)
+    bench.build(TWO_INPUTS, unit("8.6.1", (Profile("default", shapes),), precision="int8"), around)
+
+    told = [line for line in bench.trace().splitlines() if line.startswith("batch of")]
+    assert told == [
+        "batch of ['ids', 'mask']: [[0, 1, 2, 3, 4, 5], [0.0, 0.25, 0.5, 0.75, 1.0, 1.25]]",
+        "batch of ['ids', 'mask']: [[6, 7, 8, 9, 10, 11], [1.5, 1.75, 2.0, 2.25, 2.5, 2.75]]",
+    ]
+
+
 def test_batches_are_events(bench):
     given = batches(bench, np.arange(96))
     events = []
@@ -452,6 +508,7 @@ def failing_calibration(bench, error, given):
         )
     assert not cache.exists()
     assert not list((bench.folder / "work").glob("*.engine"))
+    assert "calibration cache read" not in bench.trace(), "the build went on"
     return caught.value.problems[0]
 
 

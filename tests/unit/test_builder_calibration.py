@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from onnx import parser, save
 
-from trtforge.builder_calibration import write_batches
+from trtforge import builder_calibration
+from trtforge.builder_calibration import scales_key, write_batches
 from trtforge.digests import file_digest
-from trtforge.errors import SeveralErrors
+from trtforge.errors import CapabilityError, SeveralErrors, StoreError
 from trtforge.graph.ingest import ingest
 from trtforge.spec.load import load_spec
 from trtforge.types import BuildUnit, Profile, ShapeRange
@@ -45,6 +46,13 @@ ONE = """
 net (float[batch, 1000] x) => (float[batch, 1000] y)
 {
     y = Relu(x)
+}
+"""
+GROWS = """
+<ir_version: 8, opset_import: ["": 13]>
+net (float[1, 4] x, int64[2] size) => (float[rows, columns] y)
+{
+    y = Expand(x, size)
 }
 """
 
@@ -113,6 +121,24 @@ def test_values_that_int32_does_not_hold_are_refused(written):
     assert problem.summary.startswith(
         "s.npz[1]: 'ids' holds values from 4 to 2147483648, and this TensorRT reads int32"
     )
+
+
+def test_samples_that_the_disk_has_no_room_for_are_refused_before_they_are_written(prepared, tmp_path, monkeypatch):
+    write = prepared(ONE, {"x": np.ones((20, 1000), np.float32)}, {"x": (8, 1000)})
+    monkeypatch.setattr(builder_calibration, "free_bytes", lambda _folder: 79_999)
+
+    with pytest.raises(StoreError, match=r"calibration batches: 80000 bytes needed, 79999 bytes free"):
+        write()
+
+    assert not list(tmp_path.glob("*.batches"))
+
+
+def test_values_that_decide_shapes_are_not_for_tensorrts_calibrator(prepared, tmp_path):
+    prepared(GROWS, {"x": np.ones((2, 4), np.float32), "size": np.ones((2, 2), np.int64)}, None)
+    graph = ingest(tmp_path / "m.onnx", tmp_path / "ingest")
+
+    with pytest.raises(CapabilityError, match="the values of 'size' decide a tensor's shape"):
+        scales_key(load_spec(tmp_path / "net.yaml"), graph, (), None, file_digest)
 
 
 def test_memory_does_not_grow_with_the_number_of_samples(prepared):

@@ -202,6 +202,18 @@ def test_missing_driver_is_shown_when_it_is_all_there_is():
     assert error_lines([error(NO_GPU)]) == [NO_GPU]
 
 
+def test_a_timing_cache_that_is_not_used_is_no_cause():
+    messages = [
+        error("1: [myelinCache.h::deserializeFromBuffer::52] Error Code 1: Myelin (Myelin error from unknown graph)"),
+        error("4: The timing cache will not be used!"),
+        error("4: Could not find any implementation for node topk due to insufficient workspace."),
+    ]
+
+    assert error_lines(messages) == [
+        "4: Could not find any implementation for node topk due to insufficient workspace."
+    ]
+
+
 @pytest.mark.parametrize(
     ("glob", "matches"),
     [

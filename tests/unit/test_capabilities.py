@@ -44,6 +44,7 @@ INT8 = "precision: {type: int8}\ncalibration: {data: x.npz}"
 # Members of BuilderFlag and HardwareCompatibilityLevel in the Python bindings of these releases.
 STRICT_NANS_IN_BINDINGS = {"8.6.1": False, "10.0.1": False, "10.3.0": False, "10.7.0": True, "11.4.0": True}
 SAME_CAPABILITY_IN_BINDINGS = {"10.0.1": False, "10.7.0": False, "10.9.0": True, "11.4.0": True}
+EDITABLE_IN_BINDINGS = {"8.6.1": False, "10.7.0": False, "10.9.0": True, "11.4.0": True}
 CUBLAS_IN_BINDINGS = {"8.6.1": True, "10.16.1": True, "11.0.0": False, "11.4.0": False}
 
 
@@ -107,6 +108,7 @@ def test_row_is_consistent(row):
         ("strict_nans", STRICT_NANS_IN_BINDINGS),
         ("hardware_compatibility=same_compute_capability", SAME_CAPABILITY_IN_BINDINGS),
         ("tactic_sources=cublas", CUBLAS_IN_BINDINGS),
+        ("record_tactics", EDITABLE_IN_BINDINGS),
     ],
 )
 def test_settings_agree_with_the_python_bindings(setting, seen):
@@ -336,6 +338,7 @@ def test_gpus(refused, targets, version, summary, step):
         ("1.7.1", RTX, "version_compatible: true", True),
         ("1.7.1", RTX, "hardware_compatibility: ampere_plus", True),
         ("1.7.1", RTX, "tactic_sources: [jit_convolutions]", False),
+        ("1.7.1", RTX, "record_tactics: true", True),
         ("1.7.1", RTX, "weight_streaming: true", False),
         ("1.7.1", RTX, "optimization_level: 5", False),
         ("11.0", TENSORRT, "tactic_sources: [cudnn]", True),

@@ -306,6 +306,8 @@ _GPU_TABLE: Final[tuple[_Row, ...]] = (
 
 # A builder without a GPU adds this line to whatever really went wrong.
 _NO_GPU_ECHO: Final = re.compile(r".*catchCudaError.*cudaError 35: .*")
+# A timing cache that 8.6 does not take; the build goes on with a fresh one.
+_TIMING_ECHO: Final = re.compile(r"1: \[myelinCache\.h::|4: The timing cache will not be used")
 # The parser spreads each error over several lines and gives the same again, whole, through its own interface.
 _PARSER_ECHO: Final = re.compile(r"ModelImporter\.cpp:\d+: (While parsing|--- |ERROR: |Node name: )")
 
@@ -375,7 +377,7 @@ def error_lines(messages: Iterable[BuilderMessage]) -> list[str]:
     for message in messages:
         if message.severity in ("error", "internal_error") and not _PARSER_ECHO.match(message.text):
             lines.update(dict.fromkeys(line for line in message.text.splitlines() if line.strip()))
-    causes = [line for line in lines if not _NO_GPU_ECHO.fullmatch(line)]
+    causes = [line for line in lines if not _NO_GPU_ECHO.fullmatch(line) and not _TIMING_ECHO.match(line)]
     return causes or list(lines)
 
 

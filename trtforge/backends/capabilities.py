@@ -31,7 +31,6 @@ class Capability:
         precisions: precision -> lowest compute capability that has it (`sm80`), or why not.
         fp32_products_from: lowest compute capability with FP32 matrix products.
         implicit_quantization: "" or why there is no calibrator.
-        locked_builds: "" or why recorded tactics cannot be replayed.
         settings: field of `BuilderSettings`, or `field=value`, -> why it is refused; one that is absent is honoured.
         unsupported_operators: operators of the standard domain that the parser does not read.
         own_operators: operators outside the ONNX standard that the parser itself reads.
@@ -55,7 +54,6 @@ class Capability:
     precisions: dict[str, str]
     fp32_products_from: str
     implicit_quantization: str
-    locked_builds: str
     settings: dict[str, str]
     unsupported_operators: frozenset[str]
     own_operators: frozenset[str]
@@ -128,7 +126,6 @@ _NO_PLUGINS = "it needs a TensorRT plugin, and the spec names no plugins"
 _ONLY_EXPLICIT = (
     "TensorRT 11 removed calibrators: quantization is part of the model (QuantizeLinear and DequantizeLinear)"
 )
-_ONLY_MEASURED = "TensorRT has timing caches that hold the choice for each operator from 10.8 on"
 _EXTERNAL_LIBRARIES_GONE = "TensorRT 11 has no cuBLAS and cuDNN kernels"
 
 _TENSORRT_8_6 = Capability(
@@ -154,12 +151,12 @@ _TENSORRT_8_6 = Capability(
     },
     fp32_products_from="sm70",
     implicit_quantization="",
-    locked_builds=_ONLY_MEASURED,
     settings={
         "strict_nans": "TensorRT has it from 10.6 on",
         "weight_streaming": "TensorRT has it from 10.0 on",
         "strip_weights": "TensorRT has it from 10.0 on",
         "hardware_compatibility=same_compute_capability": "TensorRT has it from 10.9 on",
+        "record_tactics": "TensorRT has timing caches that hold the choice for each operator from 10.8 on",
     },
     unsupported_operators=_ALWAYS_UNSUPPORTED | _LATE_OPERATORS,
     own_operators=_LEGACY_OPERATORS,
@@ -244,8 +241,8 @@ _T10_8 = _changed(
     _T10_7,
     "10.8",
     "TensorRT 10.8.0 release notes: Blackwell (sm100 early access, sm120) and FP4 on it; sampleEditableTimingCache of"
-    " 10.8: EDITABLE_TIMING_CACHE",
-    locked_builds="",
+    " 10.8: EDITABLE_TIMING_CACHE, with which each layer has a tactic of its own",
+    settings=_without(_T10_7.settings, "record_tactics"),
     compute_capabilities=(*_T10_7.compute_capabilities, "sm100", "sm120"),
     precisions=_T10_7.precisions | {"fp4": "sm100"},
 )
@@ -352,12 +349,12 @@ _RTX_1_7 = Capability(
     implicit_quantization=(
         "TensorRT-RTX has no calibrators: quantization is part of the model (QuantizeLinear and DequantizeLinear)"
     ),
-    locked_builds="TensorRT-RTX measures nothing while it builds; kernels are chosen where the engine runs",
     settings={
         "refit": _RTX_CPU_ONLY,
         "strip_weights": _RTX_CPU_ONLY,
         "version_compatible": f"{_RTX} engines run on the {_RTX} release that built them, and it ships no lean runtime",
         "hardware_compatibility": f"{_RTX} ignores it; name several compute capabilities under gpus instead",
+        "record_tactics": f"{_RTX} measures nothing while it builds; kernels are chosen where the engine runs",
         "tactic_sources=cublas": f"{_RTX} has no cuBLAS kernels",
         "tactic_sources=cublas_lt": f"{_RTX} has no cuBLAS kernels",
         "tactic_sources=cudnn": f"{_RTX} has no cuDNN kernels",

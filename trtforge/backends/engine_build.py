@@ -24,6 +24,7 @@ FLAG_SETTINGS: Final = {
     "refit": "REFIT",
     "strip_weights": "STRIP_PLAN",
     "version_compatible": "VERSION_COMPATIBLE",
+    "record_tactics": "EDITABLE_TIMING_CACHE",
 }
 """Builder setting that is on or off -> the builder flag for it."""
 
@@ -93,19 +94,17 @@ def run_build(
         TrtForgeError: see `Backend.build`.
     """
     path = Path(request["engine_path"])
-    path.unlink(missing_ok=True)
     said = Transcript()
     try:
         run_worker(request, said, subject=unit.identifier, on_event=on_event, timeout_seconds=timeout_seconds)
         answer = _engine_answer(unit, said)
         check(path, said)
-    except BuildError:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the disk may be full, which must not hide why the build failed
-            leave_reproduction(work_dir, request, said)
-        raise
-    except BaseException:
-        path.unlink(missing_ok=True)
+    except BaseException as error:
+        for half_made in work_dir.glob(f"{path.name}*"):
+            half_made.unlink()
+        if isinstance(error, BuildError):
+            with contextlib.suppress(OSError):  # the disk may be full, which must not hide why the build failed
+                leave_reproduction(work_dir, request, said)
         raise
     return BuiltEngine(
         path=path,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import FileIO
+from io import BufferedReader, FileIO
 
 from trtforge.cuda import Bytes, open_cuda
 from trtforge.errors import CalibrationError
 
 
 class Feed:
-    """Hands over one batch after the other. Holds one in host and one in device memory, however many there are."""
+    """Hands over one batch after the other. Holds one in host and one in device memory, however many there are.
+
+    What it holds is given back when the process ends.
+    """
 
     def __init__(self, files: Mapping[str, tuple[str, int]]) -> None:
         """Opens files and takes memory.
@@ -24,11 +27,11 @@ class Feed:
         """
         self._cuda = open_cuda()
         self._stream = self._cuda.stream()
-        self._files: dict[str, FileIO] = {}
+        self._files: dict[str, BufferedReader] = {}
         self._host: dict[str, Bytes] = {}
         self._device: dict[str, int] = {}
         for name, (path, num_bytes) in files.items():
-            self._files[name] = FileIO(path)
+            self._files[name] = BufferedReader(FileIO(path))
             self._host[name] = self._cuda.allocate_host(num_bytes)
             self._device[name] = self._cuda.allocate(num_bytes)
 
@@ -55,12 +58,3 @@ class Feed:
             self._cuda.to_device(self._device[name], host, self._stream)
         self._cuda.synchronize(self._stream)
         return [self._device[name] for name in names]
-
-    def close(self) -> None:
-        """Gives all memory back."""
-        for name, file in self._files.items():
-            file.close()
-            self._cuda.free(self._device[name])
-            self._cuda.free_host(self._host[name])
-        self._cuda.free_stream(self._stream)
-        self._cuda.close()

@@ -47,7 +47,7 @@ class Surroundings:
     Attributes:
         gpu_uuid: of the GPU to build on, "" for the only one there is.
         timing_cache: file that is read before the build and updated after it; None to keep no measurements.
-        timing_record: file that takes the timing cache as the build used it; None to keep none.
+        timing_record: file that takes the timing cache of this build alone, in place of `timing_cache`.
         recorded: choices that the build has to repeat; None to choose anew.
         plugins: libraries with operators of their own, loaded before the model is parsed.
         calibration_cache: scales for implicit INT8, in TensorRT's own format; with `calibration_batches`, the file that

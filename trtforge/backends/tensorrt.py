@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from trtforge.backends import feeding
 from trtforge.backends.capabilities import capability, version_numbers
 from trtforge.backends.engine_build import FLAG_SETTINGS, base_request, refuse_settings, run_build
 from trtforge.backends.inspection import Islands, engine_layers, islands, layer_tactics
@@ -74,7 +73,8 @@ def build(
     if float32:
         # The engine tells the types of its tensors only in this mode. It changes what is told, not what is built.
         request["enums"]["profiling_verbosity"] = ("ProfilingVerbosity", "DETAILED")
-    tells_tactics = _can_lock(unit) and unit.settings["profiling_verbosity"] == "detailed"
+    is_recorded = around.timing_record is not None or around.recorded is not None
+    tells_tactics = is_recorded and unit.settings["profiling_verbosity"] == "detailed"
     if float32 or tells_tactics:
         request["inspection_path"] = str(inspection_path.absolute())
     notes: list[str] = []
@@ -113,18 +113,8 @@ def _is_weak(unit: BuildUnit) -> bool:
     return version_numbers(unit.backend_version) < _FIRST_STRONG
 
 
-def _can_lock(unit: BuildUnit) -> bool:
-    return not capability(NAME, unit.backend_version).locked_builds
-
-
 def _keep_tactics(request: dict[str, Any], unit: BuildUnit, around: Surroundings) -> None:
-    """Sets what is measured and kept, or replayed.
-
-    A timing cache that may be edited holds the choice for each operator of a network by itself; another holds what equal
-    operators share.
-
-    Source: sampleEditableTimingCache of TensorRT 10.8.
-    """
+    """Sets what is measured and kept, or replayed."""
     paths = {
         "timing_cache_path": around.timing_cache,
         "timing_record_path": around.timing_record,
@@ -132,11 +122,9 @@ def _keep_tactics(request: dict[str, Any], unit: BuildUnit, around: Surroundings
     }
     request |= {name: str(path.absolute()) if path else None for name, path in paths.items()}
     if around.recorded:
-        if reason := capability(NAME, unit.backend_version).locked_builds:
+        if reason := capability(NAME, unit.backend_version).settings.get("record_tactics"):
             raise CapabilityError(f"{unit.identifier}: no locked build: {reason}", next_step="leave out --locked")
-        request["flags"]["ERROR_ON_TIMING_CACHE_MISS"] = True
-    if around.recorded or (around.timing_cache and _can_lock(unit)):
-        request["flags"]["EDITABLE_TIMING_CACHE"] = True
+        request["flags"] |= {"EDITABLE_TIMING_CACHE": True, "ERROR_ON_TIMING_CACHE_MISS": True}
 
 
 def _compare_tactics(unit: BuildUnit, tactics: Mapping[str, str], recorded: Recorded | None) -> None:
@@ -178,8 +166,6 @@ def _calibration(path: Path, batches: CalibrationBatches | None) -> dict[str, An
             "path": str(path.absolute()),
             "calibrator": _CALIBRATORS[batches.algorithm],
             "batches": {
-                "module": feeding.__name__,
-                "import_from": str(Path(feeding.__file__).parents[2]),
                 "files": {
                     name: (str(file.absolute()), batches.batch_bytes[name]) for name, file in batches.files.items()
                 },

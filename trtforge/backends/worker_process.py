@@ -23,12 +23,12 @@ from trtforge import errors
 from trtforge.errors import BuildError, Problem, SeveralErrors, TrtForgeError
 from trtforge.types import BuilderMessage
 
-WORKER: Final = Path(__file__).with_name("worker.py")
-# Run as a file, Python would search the folder of worker.py first and find tensorrt_rtx.py there instead of the library;
-# with -c it searches the current folder first, where anything may lie.
+_ROOT: Final = str(Path(__file__).parents[2])
+# trtforge itself is found first, whatever else is installed. All other modules are looked for neither there, where there
+# may be files of their names, nor in the current folder, where anything may lie.
 _BOOT: Final = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; "
-    "import runpy; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import trtforge; del sys.path[0]; "
+    "from trtforge.backends.worker.__main__ import main; main(int(sys.argv[2]))"
 )
 _READ_BYTES: Final = 1 << 16
 _LONGEST_LINE: Final = 16 << 20
@@ -102,7 +102,7 @@ def run_worker(
     KeyboardInterrupt included). No file is left behind, except the engine that `request` asks for.
 
     Args:
-        request: see `trtforge.backends.tensorrt_rtx`; `module` names the TensorRT module to load.
+        request: see `trtforge.backends.engine_build`; `module` names the TensorRT module to load.
         said: a fresh transcript; it holds what was said also when this raises.
         subject: what is built, begins every error's summary.
         on_event: called in this thread, for every event.
@@ -150,7 +150,7 @@ def _started(request: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[byte
             request_file.write(json.dumps({**request, "started": time.monotonic()}).encode())
             request_file.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(WORKER), str(write_fd)],
+                [sys.executable, "-c", _BOOT, _ROOT, str(write_fd)],
                 stdin=request_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -393,6 +393,8 @@ class BuilderSettings:
         tuple[Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"], ...] | None
     ) = None
     """Kernel libraries the builder may choose from; without it, the version's own choice."""
+    record_tactics: StrictBool = False
+    """Record the tactic of every operator, for `build --locked`. Equal operators are then measured one by one."""
 
 
 @_FORBID

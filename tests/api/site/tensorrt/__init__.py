@@ -4,7 +4,8 @@ STAND_IN_VERSION: of the module. STAND_IN_TRACE: file that takes the calls. STAN
 parser finds in whatever it is given. STAND_IN_FAILS_TO_START: what the builder logs before it does not start.
 STAND_IN_SWALLOW: node whose output the engine has in FP16, whatever was asked. STAND_IN_TACTIC: number of the tactic
 that is measured to be the fastest, of every operator. STAND_IN_LETS_MISSES_PASS: ERROR_ON_TIMING_CACHE_MISS has no effect.
-STAND_IN_BATCH_SIZES: float32 values of each input in a batch. STAND_IN_FORGETS: the builder takes the tactic that is fastest now, whatever the timing cache says.
+STAND_IN_BATCH_SIZES: values of each input in a batch. STAND_IN_FORGETS: the builder takes the tactic that is fastest
+now, whatever the timing cache says. STAND_IN_MYELIN: timing caches get a part that cannot be read back, as with 8.6.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from stand_in import StandIn
 
 _VERSION = os.environ["STAND_IN_VERSION"]
 _GOOD_TIMING_CACHE = b"timing of " + _VERSION.encode()
+_MYELIN = b" with Myelin"
 _trace = open(os.environ["STAND_IN_TRACE"], "a", buffering=1, encoding="utf-8")  # noqa: SIM115, PTH123 - stays open
 
 
@@ -71,14 +73,16 @@ def _network(builder, flags=0):
 
 
 def _calibrate(calibrator, network):
-    """Reads all batches, and notes the values of each as far as they are float32."""
+    """Reads all batches, and notes the values of each. Scales are written twice, which nothing forbids."""
     names = [tensor.name for tensor in network.inputs]
+    types = [{"FLOAT": ctypes.c_float, "INT32": ctypes.c_int32}[tensor.dtype.name] for tensor in network.inputs]
     _note(f"batch size {calibrator.get_batch_size()}")
     while (pointers := calibrator.get_batch(names)) is not None:
         sizes = [int(size) for size in os.environ["STAND_IN_BATCH_SIZES"].split(",")]
-        values = [list((ctypes.c_float * size).from_address(at)) for size, at in zip(sizes, pointers, strict=True)]
+        values = [list((kind * size).from_address(at)) for kind, size, at in zip(types, sizes, pointers, strict=True)]
         _note(f"batch of {names}: {values}")
-    calibrator.write_calibration_cache(f"TRT-8601-{_ALGORITHMS[calibrator.kind]}\nx: 3c010204\n".encode())
+    for name in ("other", "x"):
+        calibrator.write_calibration_cache(f"TRT-8601-{_ALGORITHMS[calibrator.kind]}\n{name}: 3c010204\n".encode())
 
 
 def _choose_tactics(builder, network, config):
@@ -150,9 +154,9 @@ def _information(_inspector, _format):
     )
 
 
-def _config(_builder):
+def _config(builder):
     config = stand_in.make("IBuilderConfig")
-    config.__dict__.update(on={"TF32"}, previews=set(), pools={}, sources=31, profiles=0)
+    config.__dict__.update(on={"TF32"}, previews=set(), pools={}, sources=31, profiles=0, logger=builder.logger)
     return config
 
 
@@ -165,7 +169,11 @@ def _add_profile(config, _profile):
     return config.profiles - 1
 
 
-def _create_timing_cache(_config, data):
+def _create_timing_cache(config, data):
+    if bytes(data).endswith(_MYELIN):
+        for line in ("1: [myelinCache.h::deserializeFromBuffer::52] Error", "4: The timing cache will not be used!"):
+            config.logger.log(stand_in.names["ILogger"].Severity.ERROR, line)
+        data = b""
     if data and not bytes(data).startswith(_GOOD_TIMING_CACHE):
         return None
     tactics = json.loads(bytes(data)[len(_GOOD_TIMING_CACHE) :] or b"{}")
@@ -173,7 +181,8 @@ def _create_timing_cache(_config, data):
 
 
 def _serialize(cache):
-    return _GOOD_TIMING_CACHE + (json.dumps(cache.tactics).encode() if cache.tactics else b"")
+    data = _GOOD_TIMING_CACHE + (json.dumps(cache.tactics).encode() if cache.tactics else b"")
+    return data + (_MYELIN if os.environ.get("STAND_IN_MYELIN") else b"")
 
 
 def _query(cache, key):
