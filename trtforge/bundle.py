@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -74,7 +74,7 @@ def host_record(facts: MachineFacts) -> released.HostRecord:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found out about the model on its way to the builder."""
+    """What was found out about the model on its way to the builder, and about each engine on its GPU."""
 
     checks: tuple[PointCheck, ...]
     export: released.ExportRecord | None
@@ -83,6 +83,7 @@ class Evidence:
     accuracy: released.AccuracyRecord | released.NotRun
     calibration_digest: str | None
     calibration: released.CalibrationRecord | None
+    engines: Mapping[str, released.EngineRecord | released.NotRun]
 
 
 def make_manifest(
@@ -140,6 +141,7 @@ def make_manifest(
         lowering=evidence.lowering,
         parity=evidence.parity,
         accuracy=evidence.accuracy,
+        engines=dict(evidence.engines),
         performance=performance,
         missing=tuple(
             released.MissingTarget(

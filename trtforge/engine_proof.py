@@ -1,29 +1,28 @@
-"""What `trtforge verify --spec` does on a GPU: the engine against onnxruntime over all profiles, and the user's metric."""
+"""An engine on its GPU against onnxruntime over all profiles, and by the user's metric. Builds run it in a process of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trtforge import quality
 from trtforge.backends.inspection import engine_layers
-from trtforge.errors import IntegrityError, SpecError, Where
+from trtforge.errors import IntegrityError, ParityError, Problem, SpecError, Where, shown_path
 from trtforge.events import Event
+from trtforge.parity.accuracy import AccuracyReport
+from trtforge.parity.report import ParityReport, lines
 from trtforge.parity.staged import OnnxRunner, compare_stage
+from trtforge.parity.tolerances import Tolerance
 from trtforge.planning import Plan, make_plan
 from trtforge.reference import ReferenceSession
-from trtforge.release.manifest import read_manifest
+from trtforge.release.manifest import Artifact, read_manifest
 from trtforge.run import Run
 from trtforge.runtime.session import EngineSession
-
-if TYPE_CHECKING:
-    from trtforge.parity.accuracy import AccuracyReport
-    from trtforge.parity.report import ParityReport
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -54,13 +53,17 @@ class EngineProof:
     """What was found of one engine.
 
     Attributes:
-        accuracy: of the spec's metric; None where it names none.
+        precision: that the engine was built for.
+        problems: what is wrong: outputs out of tolerance, a metric that dropped too far.
+        accuracy: of the spec's metric; None where it names none, or refused the engine.
         layer_types: element type -> number of the engine's layers, as TensorRT's inspector tells.
         engine_bytes: GPU memory that loading took.
         run_bytes: GPU memory that contexts and tensors took besides, after all comparisons.
     """
 
     identifier: str
+    precision: str
+    problems: tuple[Problem, ...]
     parity: ParityReport
     accuracy: AccuracyReport | None
     layer_types: dict[str, int]
@@ -73,6 +76,7 @@ def prove_engine(
     spec_path: Path,
     run: Run,
     *,
+    exported_as: Path | None,
     identifier: str | None,
     cuda_library: str | None,
     device: int,
@@ -81,10 +85,13 @@ def prove_engine(
 ) -> EngineProof:
     """Runs the engine for the GPU at hand on the spec's samples and on generated inputs over all profiles.
 
+    As of lowered graphs, INT8 is compared on real inputs only.
+
     Args:
         manifest_path: of the bundle.
         spec_path: the spec that it was built from; its Python runs, the manifest's never.
         run: surroundings of the spec.
+        exported_as: the ONNX file of the model that a running build has; spec and model are then the bundle's own.
         identifier: which engine, where several fit.
         cuda_library: "cuda-python", "pycuda", or what is installed.
         device: CUDA's index of the GPU.
@@ -93,11 +100,10 @@ def prove_engine(
 
     Raises:
         IntegrityError: bundle and spec are of different models, or the engine's bytes are not the manifest's.
-        ParityError: the metric dropped too far. Outputs out of tolerance are in the report, not raised.
         CapabilityError: no GPU, no TensorRT, or too little memory.
     """
-    plan = make_plan(spec_path, run, may_export=True)
-    _refuse_other_model(manifest_path, plan)
+    plan = make_plan(spec_path, run, may_export=True, exported_as=exported_as)
+    _refuse_other_model(manifest_path, plan, is_own=exported_as is not None)
     with EngineSession.open(
         manifest_path,
         identifier=identifier,
@@ -112,16 +118,22 @@ def prove_engine(
         parity = compare_stage(
             OnnxRunner("onnxruntime, FP32", ReferenceSession(graph)),
             candidate,
-            quality.inputs_of(spec_file, graph, plan.profiles),
-            quality.tolerances_of(spec_file, "engine", [tensor.name for tensor in graph.outputs]),
+            quality.lowered_inputs(spec_file, graph, plan.profiles),
+            _tolerances(plan, session.artifact),
             "engine",
             lambda point: run.stages.tell(Event("step", "parity engine", point)),
         )
-        accuracy = None
+        accuracy, problems = None, _parity_problems(parity, candidate.name, plan)
         if spec_file.spec.accuracy is not None:
-            accuracy = quality.check_accuracy(spec_file, graph, candidate, run.stages, batch_size=_batch_size(session))
+            size = _batch_size(session)
+            try:
+                accuracy = quality.check_accuracy(spec_file, graph, candidate, run.stages, batch_size=size)
+            except ParityError as error:
+                problems += [replace(one, summary=f"{candidate.name}: {one.summary}") for one in error.problems]
         return EngineProof(
             candidate.name,
+            session.artifact.precision,
+            tuple(problems),
             parity,
             accuracy,
             layer_types(session.layers_json()),
@@ -142,9 +154,35 @@ def layer_types(inspection: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _refuse_other_model(manifest_path: Path, plan: Plan) -> None:
+def _tolerances(plan: Plan, artifact: Artifact) -> dict[str, Tolerance]:
+    """Of every output. TensorRT 8.6 has no int64, and gives int32 in its place."""
+    types = {tensor.name: tensor.dtype for tensor in plan.graph.outputs}
+    narrowed = {one.name for one in artifact.outputs if (types.get(one.name), one.dtype) == ("int64", "int32")}
+    found = quality.tolerances_of(plan.spec_file, "engine", types, built_as=artifact.precision)
+    return {name: replace(one, dtype="int32") if name in narrowed else one for name, one in found.items()}
+
+
+def _parity_problems(report: ParityReport, identifier: str, plan: Plan) -> list[Problem]:
+    if report.verdict != "failed":
+        return []
+    return [
+        Problem(
+            f"{identifier} does not do what the model does: {report.reason}",
+            f"trtforge parity {shown_path(plan.spec_file.path)} --per-layer  # names nodes that lower precision breaks",
+            plan.spec_file.where("parity", "engine"),
+            tuple(lines(report)[1:12]),
+            ParityError.exit_code,
+        )
+    ]
+
+
+def _refuse_other_model(manifest_path: Path, plan: Plan, *, is_own: bool) -> None:
     manifest = read_manifest(manifest_path)
-    if plan.spec_file.spec.model.torch is None and manifest.model.digest != plan.graph.digest:
+    if is_own and manifest.spec.digest != plan.spec_file.digest:
+        text = f"{shown_path(plan.spec_file.path)} changed during the build, so what was made of it is dropped"
+        raise IntegrityError(text, next_step=f"trtforge build {shown_path(plan.spec_file.path)}")
+    is_known = is_own or plan.spec_file.spec.model.torch is None  # another export may differ in its bytes alone
+    if is_known and manifest.model.digest != plan.graph.digest:
         raise IntegrityError(
             f"the bundle was built from {manifest.model.file} {manifest.model.digest[:12]}, and the spec names "
             f"{plan.graph.source.name} {plan.graph.digest[:12]}",

@@ -32,6 +32,7 @@ from trtforge.types import Graph
 if TYPE_CHECKING:
     from trtforge.calibrate import Calibrated
     from trtforge.calibration.table import CalibrationTable
+    from trtforge.parity.accuracy import AccuracyReport
     from trtforge.parity.report import ParityReport
     from trtforge.precision.lower import Decision
     from trtforge.quality import Exported
@@ -80,7 +81,7 @@ def prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph, 
         ParityError: a step broke the model, or costs too much accuracy.
     """
     spec_file, exported = plan.spec_file, plan.exported
-    records = [_parity_record(exported.parity)] if exported else []
+    records = [parity_record(exported.parity)] if exported else []
     if plan.graph.path != plan.graph.source:
         records.append(_mended_record(plan, run))
     graph: Graph = plan.graph
@@ -89,25 +90,17 @@ def prove(plan: Plan, checks: tuple[PointCheck, ...], run: Run) -> tuple[Graph, 
     if plan.lower_key:
         graph, decisions = _lowered(plan, plan.lower_key, calibrated, run)
         records.append(_lowered_record(plan, plan.lower_key, graph, run))
-    records.append(
-        ParityRecord(
-            stage="engine",
-            verdict="not_run",
-            reason="an engine runs on its GPU only, and this build used none",
-            reference=None,
-            candidate=None,
-            num_points=0,
-            tightest=None,
-        )
-    )
     accuracy = _accuracy(plan, graph, run)
+    digest, calibration = _calibration_record(calibrated.table) if calibrated else (None, None)
     evidence = Evidence(
         checks,
         _export_record(spec_file, exported),
         decisions,
         tuple(records),
         accuracy,
-        *(_calibration_record(calibrated.table) if calibrated else (None, None)),
+        digest,
+        calibration,
+        {},
     )
     return graph, evidence, calibrated.table if calibrated and spec_file.spec.precision.is_implicit else None
 
@@ -200,7 +193,7 @@ def _compared(
         from trtforge.parity.report import ParityReport  # noqa: PLC0415 - loads numpy
 
         report = compare()
-        short = None if report.verdict == "failed" else to_plain(ParityRecord, _parity_record(report))
+        short = None if report.verdict == "failed" else to_plain(ParityRecord, parity_record(report))
         return {"report": to_plain(ParityReport, report), "short": short}, {}
 
     key = parity_key(stage, plan.spec_file, plan.check_key, before, run.memo.digest)
@@ -276,7 +269,9 @@ def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
     if accuracy is None:
         return NotRun(reason="the spec names no metric")
     if plan.lower_key is None:
-        return NotRun(reason="the graph is built in the types that it has, and engines run on their GPU only")
+        return NotRun(
+            reason="the graph is built in the types that it has; an engine's own metric stands with the engine"
+        )
     from trtforge import quality  # noqa: PLC0415 - loads onnxruntime
 
     start = time.perf_counter()
@@ -285,6 +280,13 @@ def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
     report = quality.check_accuracy(plan.spec_file, plan.graph, candidate, run.stages)
     text = f"{report.reference:.4g} in FP32, {report.candidate:.4g} in {plan.spec_file.spec.precision.type}"
     run.stages.tell(Event("done", "accuracy", text, seconds=time.perf_counter() - start))
+    return accuracy_record(plan.spec_file, report, run)
+
+
+def accuracy_record(spec_file: SpecFile, report: AccuracyReport, run: Run) -> AccuracyRecord:
+    """The report on the spec's metric, as a manifest holds it."""
+    accuracy = spec_file.spec.accuracy
+    assert accuracy is not None  # noqa: S101 - it was judged
     return AccuracyRecord(
         metric=accuracy.metric,
         data_digest=run.memo.digest(accuracy.data),
@@ -297,15 +299,14 @@ def _accuracy(plan: Plan, graph: Graph, run: Run) -> AccuracyRecord | NotRun:
     )
 
 
-def _parity_record(report: ParityReport) -> ParityRecord:
+def parity_record(report: ParityReport) -> ParityRecord:
     """The report in short; one that failed has ended the run."""
-    closest = [
-        (output.verdict.closest, output.name, point.label)
-        for point in report.points
-        for output in point.outputs
-        if output.verdict.closest
-    ]
-    worst = max(closest, key=lambda entry: entry[0].excess, default=None)
+    closest: dict[str, tuple[float, str]] = {}
+    for point in report.points:
+        for output in point.outputs:
+            check = output.verdict.closest
+            if check and (output.name not in closest or check.excess > closest[output.name][0]):
+                closest[output.name] = check.excess, f"{check}, at {point.label}"
     return ParityRecord(
         stage=report.stage,  # type: ignore[arg-type]
         verdict="passed" if report.verdict == "passed" else "not_run",
@@ -313,7 +314,7 @@ def _parity_record(report: ParityReport) -> ParityRecord:
         reference=report.reference.name if report.reference else None,
         candidate=report.candidate.name if report.candidate else None,
         num_points=sum(point.not_run is None for point in report.points),
-        tightest=f"{worst[1]} at {worst[2]}: {worst[0]}" if worst else None,
+        outputs={name: text for name, (_, text) in closest.items()},
     )
 
 

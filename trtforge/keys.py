@@ -20,7 +20,7 @@ VERSIONS = {
     "traffic": 1,
     "profile check": 1,
     "calibrate": 1,
-    "parity": 3,
+    "parity": 4,
     "lower": 4,
     "build": 3,
     "bench": 1,
@@ -202,14 +202,53 @@ def parity_key(
     stage: Literal["mended", "lowered"], spec_file: SpecFile, check: StageKey, before: StageKey, digest_of: DigestOf
 ) -> StageKey:
     """Of the comparison of a step with the one whose key is `before`."""
-    bounds = {
-        "bounds": asdict(getattr(spec_file.spec.parity, stage)),
-        "outputs": {name: asdict(entry) for name, entry in spec_file.spec.parity.outputs.items()},
-    }
     return StageKey(
         f"parity {stage}",
         VERSIONS["parity"],
         {**before.inputs, **_samples_digest(spec_file, digest_of), "before": before.digest},
-        _proof_parameters(spec_file, check) | bounds,
+        _proof_parameters(spec_file, check) | _bounds(spec_file, stage),
         before.environment,
     )
+
+
+def engine_key(
+    spec_file: SpecFile,
+    check: StageKey,
+    unit_digest: str,
+    engine_digest: str,
+    gpu: GpuFacts,
+    facts: MachineFacts,
+    digest_of: DigestOf,
+) -> StageKey:
+    """Of what an engine does on its GPU. Of the metric its own file counts, not what that reads."""
+    accuracy = spec_file.spec.accuracy
+    judged: dict[str, Any] = {}
+    inputs = {**check.inputs, **_samples_digest(spec_file, digest_of), "build": unit_digest, "engine": engine_digest}
+    if accuracy is not None:
+        judged = {"accuracy": {"metric": accuracy.metric, "scale": accuracy.scale, "max_drop": str(accuracy.max_drop)}}
+        files = {"data": accuracy.data, "metric": _metric_file(spec_file, accuracy.metric)}
+        inputs |= {
+            f"accuracy {key}": _digest_or_problem(path, spec_file, ("accuracy", key), "name the file there", digest_of)
+            for key, path in files.items()
+            if path
+        }
+    return StageKey(
+        "parity engine",
+        VERSIONS["parity"],
+        inputs,
+        _proof_parameters(spec_file, check) | _bounds(spec_file, "engine") | judged,
+        {**check.environment, "driver": facts.cuda_driver_version, "GPU": f"{gpu.device_name}, {gpu.num_sms} SMs"},
+    )
+
+
+def _metric_file(spec_file: SpecFile, metric: str) -> Path | None:
+    from trtforge.usercode.process import parse_reference  # noqa: PLC0415 - few specs need it
+
+    base_dir = spec_file.marks[("accuracy", "metric")].path.resolve().parent
+    return parse_reference(metric, base_dir, spec_file.where("accuracy", "metric")).file
+
+
+def _bounds(spec_file: SpecFile, stage: Literal["mended", "lowered", "engine"]) -> dict[str, Any]:
+    parity = spec_file.spec.parity
+    outputs = {name: asdict(entry) for name, entry in parity.outputs.items()}
+    return {"bounds": asdict(getattr(parity, stage)), "outputs": outputs}

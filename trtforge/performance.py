@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtforge.bench_process import figures_of
 from trtforge.bundle import BuiltUnit
+from trtforge.engine_process import answer_of, elsewhere, gpu_to_itself, lone_bundle, reaches_cuda
 from trtforge.errors import (
     CapabilityError,
+    PerformanceError,
     Problem,
     SeveralErrors,
     SpecError,
@@ -32,7 +32,7 @@ from trtforge.release.gates import missed_gates, sizes_text
 from trtforge.run import Run
 from trtforge.spec.load import SpecFile
 from trtforge.spec.model import Performance
-from trtforge.targets import gpu_lock, measured_on
+from trtforge.targets import measured_on
 from trtforge.traffic.layout import Layout, layout_of
 from trtforge.types import BuildUnit, Graph, Profile, ShapeRange, TensorSpec
 
@@ -164,7 +164,7 @@ def refuse_without_cuda(spec_file: SpecFile, units: Iterable[BuildUnit], facts: 
     Raises:
         CapabilityError: an engine is to be measured here, and no library reaches CUDA.
     """
-    if spec_file.spec.performance is None or {"pycuda", "cuda-python"} & set(facts.packages):
+    if spec_file.spec.performance is None or reaches_cuda(facts):
         return
     if any(measured_on(unit, facts) for unit in units):
         raise CapabilityError(
@@ -176,11 +176,7 @@ def refuse_without_cuda(spec_file: SpecFile, units: Iterable[BuildUnit], facts: 
 
 def not_measured(unit: BuildUnit, facts: MachineFacts) -> released.NotRun:
     """Why an engine has no figures where its GPU is not at hand."""
-    found = ", ".join(gpu.device_name for gpu in facts.gpus) or "no GPU"
-    return released.NotRun(
-        reason=f"it runs on {unit.gpu}, and the machine that built it has {found}",
-        next_step=f"trtforge bench MANIFEST, on a machine with {unit.gpu}",
-    )
+    return elsewhere(unit, facts, "trtforge bench MANIFEST")
 
 
 def measure(
@@ -255,13 +251,19 @@ def _measured(job: _Job, facts: MachineFacts) -> released.EngineFigures:
 
 def _bench(job: _Job, other: _Previous | None) -> Mapping[str, Any]:
     """What `trtforge bench` tells, run while nothing else of this store uses the GPU."""
-    store, name = job.run.stages.store, job.unit.identifier
-    folder = store.new_folder(f"bench-{name}")
-    waiting = Event("step", job.label, f"waiting for {job.gpu.device_name}, which another build uses")
-    with store.lock(gpu_lock(job.gpu), on_wait=lambda: job.run.stages.tell(waiting)):
-        job.run.stages.tell(Event("step", job.label, f"measuring on {job.gpu.device_name}"))
+    name, stages = job.unit.identifier, job.run.stages
+    folder = stages.store.new_folder(f"bench-{name}")
+    with gpu_to_itself(job.gpu, job.label, job.run):
+        stages.tell(Event("step", job.label, f"measuring on {job.gpu.device_name}"))
         try:
-            return figures_of(_arguments(job, other, folder), folder, timeout_seconds=job.spec_file.spec.build_timeout)
+            return answer_of(
+                ["bench", *_arguments(job, other, folder)],
+                folder,
+                key="figures",
+                failure=PerformanceError,
+                timeout_seconds=job.spec_file.spec.build_timeout,
+                on_step=lambda text: stages.tell(Event("step", job.label, text)),
+            )
         except TrtForgeError as error:
             raise SeveralErrors(
                 replace(problem, summary=f"{name} was not measured: {problem.summary}") for problem in error.problems
@@ -270,7 +272,7 @@ def _bench(job: _Job, other: _Previous | None) -> Mapping[str, Any]:
 
 def _arguments(job: _Job, other: _Previous | None, folder: Path) -> list[str]:
     """Of `trtforge bench`, for a bundle of the one engine in `folder`, and another of the engine to compare with."""
-    bundle = _lone_bundle(folder / "new", job.draft, job.artifact, job.engine_path)
+    bundle = lone_bundle(folder / "new", job.draft, job.artifact, job.engine_path)
     arguments = [str(bundle), "--device", str(job.gpu.index)]
     for name, sizes in job.asked.sizes.items():
         arguments += ["--shapes", f"{name}={','.join(map(str, sizes))}"]
@@ -282,24 +284,8 @@ def _arguments(job: _Job, other: _Previous | None, folder: Path) -> list[str]:
         arguments.append("--allow-host-code")  # this run's own engine; one of another bundle is not compared then
     if other:
         source = other.path.parent / other.artifact.file
-        arguments += ["--against", str(_lone_bundle(folder / "previous", other.manifest, other.artifact, source))]
+        arguments += ["--against", str(lone_bundle(folder / "previous", other.manifest, other.artifact, source))]
     return arguments
-
-
-def _lone_bundle(folder: Path, manifest: released.Manifest, artifact: released.Artifact, engine: Path) -> Path:
-    """A bundle of one engine. Its bytes are compared with the manifest by whoever loads it."""
-    folder.mkdir()
-    name = Path(artifact.file).name
-    try:
-        shutil.copyfile(engine, folder / name)
-    except OSError as error:
-        raise StoreError(
-            f"{shown_path(engine)} cannot be copied: {error.strerror}", next_step=f"ls -l {shown_path(engine)}"
-        ) from error
-    alone = replace(manifest, artifacts=(replace(artifact, file=name),), performance=NOT_ASKED)
-    path = folder / released.MANIFEST_NAME
-    path.write_text(released.manifest_json(alone), encoding="utf-8")
-    return path
 
 
 def _previous_of(

@@ -1,4 +1,4 @@
-"""A build in order: plan, profile check, lowering and parity, engines, figures, bundle.
+"""A build in order: plan, profile check, lowering and parity, engines, their parity and figures, bundle.
 
 Every stage that costs time goes through the store; what it needs is imported when it really runs, so that a rebuild
 with nothing changed loads neither onnx nor onnxruntime.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtforge.bundle import BuiltUnit, Evidence, MissingTarget, make_manifest, publish_bundle
+from trtforge.engine_evidence import run_engines
 from trtforge.engines import build_units
 from trtforge.errors import Problem, SeveralErrors, shown_path
 from trtforge.events import Event, Report
@@ -138,6 +139,7 @@ def _publish(
     stages, spec_file = run.stages, plan.spec_file
     onnxruntime = plan.facts.packages["onnxruntime"]
     draft = make_manifest(spec_file, plan.graph, evidence, built, missing, stages.done, onnxruntime, NOT_ASKED)
+    evidence = replace(evidence, engines=run_engines(plan, draft, built, run))
     performance = measure(spec_file, draft, built, plan.facts, run)
     start = time.perf_counter()
     manifest, is_changed = publish_bundle(

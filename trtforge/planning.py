@@ -73,13 +73,14 @@ class Plan:
     facts: MachineFacts
 
 
-def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
+def make_plan(spec_path: Path, run: Run, *, may_export: bool = False, exported_as: Path | None = None) -> Plan:
     """Reads and checks spec and model, and decides what is built here. Runs no builder and no onnxruntime.
 
     Args:
         spec_path: the spec.
         run: its surroundings.
         may_export: whether Python that the spec names may run; otherwise a PyTorch model is taken from its last export.
+        exported_as: the ONNX file that another run has of the spec's model.
 
     Raises:
         TrtForgeError: all problems of the first stage that has any.
@@ -88,7 +89,7 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False) -> Plan:
     spec = spec_file.spec
     facts, digest_of = machine_facts(), run.memo.digest
     rows = capabilities(spec_file, facts)
-    source, exported = source_of(spec_file, rows, run, may_export=may_export)
+    source, exported = (exported_as, None) if exported_as else source_of(spec_file, rows, run, may_export=may_export)
     graph = ingested(spec_file, source, run)
     spec_file = with_traffic_profiles(spec_file, graph, run)
     refused = [problem for index, row in enumerate(rows) for problem in refusals(spec_file, index, graph, row)]

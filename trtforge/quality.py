@@ -115,16 +115,25 @@ def _written_shapes(spec_file: SpecFile) -> list[dict[str, Shape]]:
     return found
 
 
-def tolerances_of(spec_file: SpecFile, stage: Stage, outputs: Iterable[str]) -> dict[str, Tolerance]:
+def tolerances_of(
+    spec_file: SpecFile, stage: Stage, outputs: Iterable[str], *, built_as: str = ""
+) -> dict[str, Tolerance]:
     """The tolerance of every output at a stage: the spec's bounds over the preset.
+
+    Args:
+        spec_file: the spec.
+        stage: whose result is judged.
+        outputs: names of the model's outputs.
+        built_as: the types that an engine has where the spec takes those of the model.
 
     Raises:
         SeveralErrors: the spec names an output that the model does not have.
     """
     spec = spec_file.spec
-    precision: Precision = "tf32" if spec.precision.tf32 and spec.precision.type == "fp32" else "fp32"
-    if spec.precision.type in ("fp16", "bf16", "int8", "fp8"):
-        precision = spec.precision.type
+    asked = built_as.removesuffix("-implicit") or spec.precision.type
+    precision: Precision = "tf32" if spec.precision.tf32 and asked == "fp32" else "fp32"
+    if asked in ("fp16", "bf16", "int8", "fp8"):
+        precision = asked  # type: ignore[assignment]
     default = _bounded(PRESETS[stage][precision], getattr(spec.parity, stage, None))
     overrides = {name: _bounded(default, getattr(bounds, stage, None)) for name, bounds in spec.parity.outputs.items()}
     try:

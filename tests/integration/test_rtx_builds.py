@@ -16,9 +16,10 @@ import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 
-from trtforge.backends import builder_log, worker
+from trtforge.backends import builder_log
 from trtforge.backends.builder_log import explain
 from trtforge.backends.protocol import load_backend
+from trtforge.backends.worker.network import parser_line
 from trtforge.errors import BuildError, CapabilityError, GraphError, StoreError, TrtForgeError
 from trtforge.graph.ingest import ingest
 from trtforge.machine import machine_facts
@@ -350,7 +351,7 @@ class Said:
         parser = self.trt.OnnxParser(network, self.logger)
         parsed = parser.parse(model, path)
         if not parsed:
-            lines = [worker._parser_line(parser.get_error(i)) for i in range(parser.num_errors)]
+            lines = [parser_line(parser.get_error(i)) for i in range(parser.num_errors)]
             return [BuilderMessage("error", line) for line in lines] + self.logger.messages
         config = builder.create_builder_config()
         config.num_compute_capabilities = 1

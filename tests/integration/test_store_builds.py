@@ -441,7 +441,7 @@ def test_one_target_that_fails_loses_no_other_and_the_next_run_builds_it_alone(w
     (kept,) = (line for line in missing.problem.detail if "reproduces it" in line)
     folder = Path(kept.rpartition(": ")[2])
     assert folder == tmp_path / "store" / "failures" / missing.identifier
-    assert {path.name for path in folder.iterdir()} == {"builder.log", "request.json", "worker.py", "reproduce.sh"}
+    assert {path.name for path in folder.iterdir()} == {"builder.log", "request.json", "trtforge", "reproduce.sh"}
     assert [artifact.target_gpu for artifact in bundle.manifest.artifacts] == ["sm89"]
     assert [entry.verdict for entry in bundle.manifest.missing] == ["failed"]
     events.clear()

@@ -116,6 +116,7 @@ def dist(tmp_path, engines) -> Path:
         lowering=(),
         parity=(),
         accuracy=NotRun(reason="no metric"),
+        engines={},
         performance=NotRun(reason="no GPU"),
         missing=(),
     )

@@ -1,4 +1,4 @@
-"""Recorded figures against gates, and what stays of them when bundles are merged and verified."""
+"""Recorded figures and runs against gates, and what stays of them when bundles are merged and verified."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 from test_manifest import digest, manifest, rtx_artifact, tensorrt_artifact
 
-from trtforge.release.gates import missed_gates, misses_of_kept, not_judged
+from trtforge.release.gates import missed_gates, misses_of_kept, not_judged, silently_fp32
 from trtforge.release.manifest import (
+    AccuracyRecord,
     EngineFigures,
+    EngineRecord,
     NotRun,
+    ParityRecord,
     PercentilesRecord,
     PerformanceRecord,
     PointRecord,
@@ -182,3 +185,92 @@ def test_verify_judges_what_is_recorded(tmp_path, engines, expected):
 
     found = [(check.verdict, check.exit_code) for check in report.checks if check.name == "performance"]
     assert found == expected
+
+
+def run_of(engine=T4, **changes):
+    parity = ParityRecord(
+        stage="engine",
+        verdict="passed",
+        reason="within tolerance at 6 points",
+        reference="onnxruntime, FP32",
+        candidate=engine.identifier,
+        num_points=6,
+        outputs={"y": "max_abs_diff is 0, allowed at most 0.001, at profile 'default' max"},
+    )
+    base = EngineRecord(
+        engine_digest=engine.digest,
+        gpu="NVIDIA T4",
+        driver="580",
+        tensorrt="tensorrt 10.9",
+        cuda="pycuda",
+        parity=parity,
+        accuracy=NotRun(reason="no metric"),
+        layer_types={"float16": 1, "float32": 9},
+        engine_bytes=1,
+        run_bytes=2,
+    )
+    return replace(base, **changes)
+
+
+ACCURACY = AccuracyRecord(
+    metric="m.py:f",
+    data_digest=digest("5"),
+    num_samples=100,
+    reference=0.9,
+    candidate=0.89,
+    drop_at_most=0.03,
+    confidence=0.95,
+    allowed=0.05,
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (run_of(), [("parity", "ok", 0)]),
+        (run_of(accuracy=ACCURACY), [("parity", "ok", 0), ("accuracy", "ok", 0)]),
+        (run_of(layer_types={"float32": 10, "unknown": 3}), [("parity", "ok", 0), ("precision", "warning", 0)]),
+        (NotRun(reason="no T4"), [("parity", "not_checked", 0)]),
+        (None, [("parity", "not_checked", 0)]),
+        (run_of(engine_digest=digest("9")), [("parity", "failed", 10)]),
+    ],
+)
+def test_verify_judges_a_recorded_run(tmp_path, record, expected):
+    engine = replace(T4, precision="fp16")
+    written = manifest(engine, engines={engine.identifier: record} if record else {})
+    (tmp_path / "manifest.json").write_text(manifest_json(written))
+
+    report = verify(tmp_path / "manifest.json", wanted_gpu=None, wanted_tensorrt=None, facts=None)
+
+    names = ("parity", "accuracy", "precision")
+    found = [(one.name, one.verdict, one.exit_code) for one in report.checks if one.artifact and one.name in names]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "same_bytes", "kept"),
+    [(NotRun(reason="no GPU"), True, True), (NotRun(reason="no GPU"), False, False), (None, True, True)],
+)
+def test_a_build_without_the_gpu_keeps_the_run_of_the_same_bytes(found, same_bytes, kept):
+    engine = T4 if same_bytes else replace(T4, digest=digest("9"))
+    new = manifest(engine, engines={T4.identifier: found}) if found else manifest(RTX)
+
+    merged = merge(manifest(T4, engines={T4.identifier: run_of()}), new, {T4.unit_digest})
+
+    assert isinstance(merged.engines[T4.identifier], EngineRecord) == kept
+
+
+@pytest.mark.parametrize(
+    ("precision", "types", "is_silent"),
+    [
+        ("fp16", {"float32": 3}, True),
+        ("int8-implicit", {"float32": 3, "unknown": 2, "int32": 1}, True),
+        ("fp16", {"float32": 30, "float16": 1}, False),
+        ("int8", {"float32": 3, "int8": 1}, False),
+        ("bf16", {"bfloat16": 1}, False),
+        ("fp16", {"unknown": 9}, False),
+        ("fp32", {"float32": 3}, False),
+    ],
+)
+def test_an_engine_that_is_silently_fp32(precision, types, is_silent):
+    assert bool(silently_fp32(precision, types)) == is_silent

@@ -153,6 +153,7 @@ OTHER_SETTINGS = {
     "hardware_compatibility": "same_compute_capability",
     "max_aux_streams": 0,
     "tactic_sources": [],
+    "record_tactics": True,
 }
 
 

@@ -93,6 +93,8 @@ def test_a_bundle_as_it_was_built(tmp_path):
         ("a.engine", "header_compute_capability", "ok"),
         (None, "gpu", "not_checked"),
         (None, "tensorrt", "not_checked"),
+        ("l4.engine", "parity", "not_checked"),
+        ("a.engine", "parity", "not_checked"),
         (None, "accuracy", "not_checked"),
         (None, "performance", "not_checked"),
     ]
@@ -241,7 +243,7 @@ def test_what_is_no_file_of_the_bundle_is_not_read(tmp_path, change, expected):
     path = bundle(tmp_path / "dist", RTX)
     change(tmp_path / "dist" / "a.engine")
     found = checks(path)
-    assert [check.name for check in found if check.artifact] == ["exists"]
+    assert [check.name for check in found if check.artifact] == ["exists", "parity"]
     assert expected in found[0].text
     assert found[0].exit_code == IntegrityError.exit_code
 

@@ -65,6 +65,7 @@ def _json(bundle: Bundle, code: int) -> dict[str, Any]:
             }
             for artifact in bundle.manifest.artifacts
         ],
+        "engine_runs": {name: asdict(found) for name, found in bundle.manifest.engines.items()},
         "performance": asdict(bundle.manifest.performance),
         "stages": dict(bundle.verdicts),
         "changed": bundle.is_changed,
@@ -84,13 +85,24 @@ def _print(bundle: Bundle) -> None:
     for artifact in bundle.manifest.artifacts:
         verdict = bundle.verdicts.get(artifact.identifier, "kept from an earlier build")
         say(f"{artifact.file}  {shown_bytes(artifact.size_bytes)}  sha256 {artifact.digest[:12]}  {verdict}")
-    for line in _figure_lines(bundle):
+    for line in (*_run_lines(bundle), *_figure_lines(bundle)):
         say(line)
     for entry in bundle.missing:
         if entry.skipped:
             say(f"skipped {entry.identifier}: {entry.problem.summary}")
     say(f"{bundle.seconds:.2f} s in all, {bundle.builder_seconds:.2f} s in builders")
     say(f"  next: trtforge verify {shown_path(bundle.manifest_path)}")
+
+
+def _run_lines(bundle: Bundle) -> Iterator[str]:
+    from trtforge.cli.console import shown_bytes  # noqa: PLC0415
+    from trtforge.release.manifest import EngineRecord  # noqa: PLC0415
+
+    for name, found in bundle.manifest.engines.items():
+        if isinstance(found, EngineRecord):
+            types = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
+            memory = f"{shown_bytes(found.engine_bytes)} loaded, {shown_bytes(found.run_bytes)} more to run"
+            yield f"{name} on {found.gpu}: {found.parity.reason}; layers {types or 'untold'}; {memory}"
 
 
 def _figure_lines(bundle: Bundle) -> Iterator[str]:

@@ -63,7 +63,9 @@ def _json(made: Plan, verdicts: Mapping[str, str]) -> dict[str, Any]:
         "spec": {"path": made.spec_file.path, "digest": made.spec_file.digest, "values": asdict(spec)},
         "graph": {name: value for name, value in graph.items() if name not in ("path", "weights_dir", "operators")},
         "profiles": [asdict(profile) for profile in made.profiles],
-        "engines": [_engine_json(planned) | _measured_json(planned, made) for planned in made.units],
+        "engines": [
+            _engine_json(planned) | _run_json(planned, made) | _measured_json(planned, made) for planned in made.units
+        ],
         "warnings": [problem.summary for problem in made.warnings],
         "output": spec.output,
         **({"stages": dict(verdicts)} if verdicts else {}),
@@ -86,6 +88,16 @@ def _engine_json(planned: PlannedUnit) -> dict[str, Any]:
             "next_step": problem.next_step,
         }
     return value
+
+
+def _run_json(planned: PlannedUnit, made: Plan) -> dict[str, Any]:
+    """Whether a build here runs the engine against onnxruntime, and why not."""
+    from trtforge.engine_evidence import not_run  # noqa: PLC0415
+
+    if planned.missing:
+        return {"run": False, "not_run": "it is not built here"}
+    reason = not_run(planned.unit, made.facts)
+    return {"run": reason is None, "not_run": reason.reason if reason else ""}
 
 
 def _measured_json(planned: PlannedUnit, made: Plan) -> dict[str, Any]:
@@ -157,6 +169,7 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
             _row(
                 "engine", f"{planned.unit.identifier}.engine  by {planned.unit.backend} {planned.unit.backend_version}"
             )
+            _row("", _running(planned.unit, made.facts))
             if spec.performance:
                 _row("", _measuring(planned.unit, made.facts))
         else:
@@ -165,6 +178,16 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
             _row("", f"next: {planned.missing.problem.next_step}")
     for stage, verdict in verdicts.items():
         say(f"{stage}: {verdict}")
+
+
+def _running(unit: BuildUnit, facts: MachineFacts) -> str:
+    from trtforge.engine_evidence import not_run  # noqa: PLC0415
+    from trtforge.targets import measured_on  # noqa: PLC0415
+
+    gpu, reason = measured_on(unit, facts), not_run(unit, facts)
+    if gpu and not reason:
+        return f"run against onnxruntime on {gpu.device_name} before it is published"
+    return f"not run against onnxruntime: {reason.reason if reason else ''}"
 
 
 def _measuring(unit: BuildUnit, facts: MachineFacts) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtforge.cli.console import JsonOption, StoreOption
+from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle, StoreOption
 
 if TYPE_CHECKING:
     from trtforge.engine_proof import EngineProof
-    from trtforge.errors import Problem
+    from trtforge.events import Report
 
 
 def verify(
@@ -48,11 +48,15 @@ def verify(
             "--allow-host-code", help="With --spec: let a version-compatible engine run the native code it brings."
         ),
     ] = False,
+    exported_as: Annotated[
+        Path | None, typer.Option(help="With --spec: ONNX file that a running build has of the model.", hidden=True)
+    ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
+    progress_style: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Check a bundle before a release: digests, sizes, headers, versions, GPU. Loads an engine only with --spec."""
-    from trtforge.cli.console import print_json, print_problems, say  # noqa: PLC0415
+    from trtforge.cli.console import print_json, print_problems, problem_json, progress, say  # noqa: PLC0415
     from trtforge.errors import exit_code_of  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
     from trtforge.release.verify import verify as verify_bundle  # noqa: PLC0415
@@ -61,14 +65,24 @@ def verify(
     proof = None
     problems = report.problems
     if spec and not problems:  # an engine that is not what the manifest says is not loaded
-        proof = _prove(
-            manifest, spec, store, identifier=engine, device=device, runtime=runtime, allow_host_code=allow_host_code
-        )
-        problems = _proof_problems(proof)
+        with progress(progress_style, as_json=as_json) as told:
+            proof = _prove(
+                manifest,
+                spec,
+                store,
+                told,
+                exported_as=exported_as,
+                identifier=engine,
+                device=device,
+                runtime=runtime,
+                allow_host_code=allow_host_code,
+            )
+        problems = proof.problems
     code = exit_code_of(problems) if problems else 0
     if as_json:
         shown: dict[str, Any] = {"checks": [asdict(check) for check in report.checks]}
-        print_json({"ok": code == 0, "exit_code": code, **shown, "engine": asdict(proof) if proof else None})
+        shown["problems"] = [problem_json(problem) for problem in problems]
+        print_json({"ok": code == 0, "exit_code": code, **shown, "engine": _proof_json(proof) if proof else None})
         raise typer.Exit(code)
     for check in report.checks:
         say(f"{check.verdict.replace('_', ' '):<11} {check.name:<25} {check.text}")
@@ -92,7 +106,9 @@ def _prove(
     manifest: Path,
     spec: Path,
     store: Path | None,
+    told: Report,
     *,
+    exported_as: Path | None,
     identifier: str | None,
     device: int,
     runtime: str | None,
@@ -101,11 +117,12 @@ def _prove(
     from trtforge.engine_proof import prove_engine  # noqa: PLC0415
     from trtforge.run import open_run  # noqa: PLC0415
 
-    with open_run(spec, store, lambda _event: None) as run:
+    with open_run(spec, store, told) as run:
         return prove_engine(
             manifest,
             spec,
             run,
+            exported_as=exported_as,
             identifier=identifier,
             cuda_library=None,
             device=device,
@@ -114,18 +131,17 @@ def _prove(
         )
 
 
-def _proof_problems(proof: EngineProof) -> tuple[Problem, ...]:
-    from trtforge.errors import ParityError, Problem  # noqa: PLC0415
+def _proof_json(proof: EngineProof) -> Any:
+    from trtforge.engine_proof import EngineProof  # noqa: PLC0415
+    from trtforge.plain import to_plain  # noqa: PLC0415
 
-    if proof.parity.verdict != "failed":
-        return ()
-    summary = f"{proof.identifier} does not do what the model does: {proof.parity.reason}"
-    return (Problem(summary, "trtforge parity SPEC --per-layer  # names the nodes", exit_code=ParityError.exit_code),)
+    return to_plain(EngineProof, proof)
 
 
 def _print_proof(proof: EngineProof) -> None:
     from trtforge.cli.console import say, shown_bytes  # noqa: PLC0415
     from trtforge.parity.report import lines  # noqa: PLC0415
+    from trtforge.release.gates import silently_fp32  # noqa: PLC0415
 
     say(f"{proof.identifier} on the GPU:")
     for line in lines(proof.parity):
@@ -137,4 +153,6 @@ def _print_proof(proof: EngineProof) -> None:
     types = ", ".join(f"{count} {name}" for name, count in proof.layer_types.items())
     hint = "; builder: {profiling_verbosity: detailed} makes an engine that tells them"
     say(f"layers by type: {types}{hint if set(proof.layer_types) == {'unknown'} else ''}")
+    if warning := silently_fp32(proof.precision, proof.layer_types):
+        say(f"warning: {warning}")
     say(f"GPU memory: {shown_bytes(proof.engine_bytes)} loaded, {shown_bytes(proof.run_bytes)} more to run")

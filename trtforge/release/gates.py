@@ -1,4 +1,4 @@
-"""Whether the figures of an engine keep what the spec asks for. Judged alike when a bundle is built and when it is verified."""
+"""Whether an engine keeps what the spec asks for. Judged alike when a bundle is built and when it is verified."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def not_judged(figures: EngineFigures, asked: PerformanceRecord) -> NotRun | Non
         figures.previous.digest == figures.engine_digest or all(point.slowdown for point in figures.points)
     )
     return None if is_compared else NotRun(reason="it was not measured against a previous engine")
+
+
+def silently_fp32(precision: str, layer_types: Mapping[str, int]) -> str:
+    """What to warn of where an engine in a lower type computes in FP32; empty where it does not, or tells no type.
+
+    Args:
+        precision: of the engine, as its artifact names it.
+        layer_types: element type -> number of layers. Whole numbers are sizes and indices, and say nothing.
+    """
+    known = {name for name in layer_types if name.startswith(("float", "bfloat", "int8"))}
+    if precision.startswith("fp32") or known != {"float32"}:
+        return ""
+    return f"the spec asks for {precision}, and all {layer_types['float32']} layers of a known type are float32"
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

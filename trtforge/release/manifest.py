@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
@@ -282,8 +282,8 @@ class ParityRecord:
     reference: str | None
     candidate: str | None
     num_points: Count
-    tightest: str | None
-    """The bound that was nearest to its limit, with what was found."""
+    outputs: dict[str, str]
+    """Output -> the bound that was nearest to its limit, with what was found, what is allowed, and where."""
 
 
 @_STRICT
@@ -300,6 +300,29 @@ class AccuracyRecord:
     """Upper bound of the drop."""
     confidence: float
     allowed: float
+
+
+@_STRICT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """What an engine did on its GPU."""
+
+    status: Literal["run"] = "run"
+    engine_digest: Digest
+    gpu: str
+    driver: str
+    tensorrt: str
+    cuda: str
+    """Library that reached CUDA."""
+    parity: ParityRecord
+    """Against onnxruntime in FP32."""
+    accuracy: AccuracyRecord | NotRun
+    layer_types: dict[str, Count]
+    """Element type -> number of layers, as TensorRT's inspector tells; `unknown` for layers of which it tells none."""
+    engine_bytes: Count
+    """GPU memory that loading took."""
+    run_bytes: Count
+    """GPU memory that contexts and tensors took besides, after all comparisons."""
 
 
 Milliseconds = Annotated[float, Field(ge=0)]
@@ -472,12 +495,19 @@ class Manifest:
     lowering: tuple[LoweringDecision, ...]
     """Nodes that stay FP32 though the spec asks for a lower type."""
     parity: tuple[ParityRecord, ...]
-    """In the order of the steps."""
+    """Of the steps up to the builder, in their order."""
     accuracy: AccuracyRecord | NotRun
+    """Of the graph that was built; `engines` has that of each engine."""
+    engines: dict[str, Annotated[EngineRecord | NotRun, Field(discriminator="status")]]
+    """Identifier -> what the engine did."""
     performance: Annotated[PerformanceRecord | NotRun, Field(discriminator="status")]
     missing: tuple[MissingTarget, ...]
 
 
+_Found = TypeVar("_Found", EngineFigures, EngineRecord)
+_NEVER_RUN = NotRun(
+    reason="it was not run when it was built", next_step="trtforge verify MANIFEST --spec SPEC, on its GPU"
+)
 _NO_FIGURES = NotRun(
     reason="it was built before the spec asked for these figures", next_step="trtforge build SPEC, on its GPU"
 )
@@ -587,7 +617,8 @@ def merge(previous: Manifest, new: Manifest, units_still_planned: Collection[str
     hosts = {key: host for key, host in {**previous.hosts, **new.hosts}.items() if key in used_hosts | set(new.hosts)}
     missing = tuple(target for target in new.missing if target.identifier not in built)
     performance = _merged_performance(previous.performance, new.performance, artifacts)
-    return replace(new, artifacts=artifacts, hosts=hosts, missing=missing, performance=performance)
+    engines = _merged(previous.engines, new.engines, artifacts, _NEVER_RUN)
+    return replace(new, artifacts=artifacts, hosts=hosts, missing=missing, engines=engines, performance=performance)
 
 
 def _merged_performance(
@@ -596,16 +627,25 @@ def _merged_performance(
     """What `new` asks for; of an engine that it has no figures of, those of `previous` that were taken the same way."""
     if isinstance(new, NotRun):
         return new
-    known = {}
+    known: Mapping[str, EngineFigures | NotRun] = {}
     if isinstance(previous, PerformanceRecord) and (previous.sizes, previous.cuda_graph) == (new.sizes, new.cuda_graph):
         known = previous.engines
-    engines: dict[str, EngineFigures | NotRun] = {}
+    return replace(new, engines=_merged(known, new.engines, artifacts, _NO_FIGURES))
+
+
+def _merged(
+    previous: Mapping[str, _Found | NotRun],
+    new: Mapping[str, _Found | NotRun],
+    artifacts: tuple[Artifact, ...],
+    absent: NotRun,
+) -> dict[str, _Found | NotRun]:
+    """What is known of each engine: by `new`, else by `previous` of the same bytes."""
+    merged = {}
     for artifact in artifacts:
-        name = artifact.identifier
-        found, earlier = new.engines.get(name, _NO_FIGURES), known.get(name)
-        is_kept = isinstance(earlier, EngineFigures) and earlier.engine_digest == artifact.digest
-        engines[name] = earlier if is_kept and isinstance(found, NotRun) and earlier else found
-    return replace(new, engines=engines)
+        found, earlier = (known.get(artifact.identifier, absent) for known in (new, previous))
+        is_same = not isinstance(earlier, NotRun) and earlier.engine_digest == artifact.digest
+        merged[artifact.identifier] = earlier if is_same and isinstance(found, NotRun) else found
+    return merged
 
 
 def _plain(value: Any) -> Any:

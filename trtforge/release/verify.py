@@ -15,13 +15,16 @@ from trtforge.digests import file_digest
 from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, Problem, StoreError, Where
 from trtforge.gpu_models import compute_capability_number, gpu_model, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
-from trtforge.release.gates import missed_gates, not_judged, sizes_text
+from trtforge.release.gates import missed_gates, not_judged, silently_fp32, sizes_text
 from trtforge.release.later_versions import reaches, version_parts
 from trtforge.release.manifest import (
     AccuracyRecord,
     Artifact,
     EngineFigures,
+    EngineRecord,
     Manifest,
+    NotRun,
+    ParityRecord,
     PerformanceRecord,
     read_manifest,
 )
@@ -38,6 +41,7 @@ _COPY_AGAIN = f"copy the file again from where it was built, or run: {_REBUILD}"
 _WANTED_TENSORRT = re.compile(r"(?:(tensorrt(?:[_-]rtx)?)[ =]+)?(\d{1,6}(?:\.\d{1,6})*)")
 # TensorRT-RTX counts from 1.0; the first TensorRT that trtforge supports is 8.6.
 _LAST_RTX_MAJOR = 7
+SEE_DECISIONS = "trtforge plan SPEC --decisions  # why each node has its type"
 _AMPERE = 80
 
 
@@ -48,7 +52,7 @@ class Check:
     Attributes:
         artifact: the file concerned, as the manifest names it; None for the bundle as a whole.
         name: which check: artifacts, exists, size, sha256, header_kind, header_size, header_version,
-            header_compute_capability, listed, gpu, tensorrt, target, parity, accuracy or performance.
+            header_compute_capability, listed, gpu, tensorrt, target, parity, accuracy, precision or performance.
         verdict: `not_checked` where this run cannot know.
         text: what was found, and what was expected where they differ.
         next_step: what to do about it; empty for `ok`.
@@ -410,12 +414,12 @@ def _target_checks(manifest: Manifest) -> Iterator[Check]:
 
 def _measured_checks(manifest: Manifest) -> Iterator[Check]:
     for record in manifest.parity:
-        verdict: Verdict = "ok" if record.verdict == "passed" else "not_checked"
-        yield Check(None, "parity", verdict, f"{record.stage}: {record.reason}")
+        yield _parity_check(None, record, f"{record.stage}: {record.reason}")
+    for artifact in manifest.artifacts:
+        yield from _engine_checks(artifact, manifest.engines.get(artifact.identifier))
     accuracy = manifest.accuracy
     if isinstance(accuracy, AccuracyRecord):
-        text = f"{accuracy.metric} {accuracy.reference:.4g}, {accuracy.candidate:.4g} in the asked types"
-        yield Check(None, "accuracy", "ok", text)
+        yield _accuracy_check(None, accuracy, "in the asked types")
     else:
         yield Check(
             None, "accuracy", "not_checked", f"accuracy was not measured: {accuracy.reason}", accuracy.next_step
@@ -427,6 +431,33 @@ def _measured_checks(manifest: Manifest) -> Iterator[Check]:
     else:
         text = f"performance was not measured: {asked.reason}"
         yield Check(None, "performance", "not_checked", text, asked.next_step)
+
+
+def _parity_check(file: str | None, record: ParityRecord, text: str) -> Check:
+    return Check(file, "parity", "ok" if record.verdict == "passed" else "not_checked", text)
+
+
+def _accuracy_check(file: str | None, record: AccuracyRecord, where: str) -> Check:
+    text = f"{record.metric} {record.reference:.4g}, {record.candidate:.4g} {where}"
+    return Check(file, "accuracy", "ok", text)
+
+
+def _engine_checks(artifact: Artifact, record: EngineRecord | NotRun | None) -> Iterator[Check]:
+    """What the engine did on its GPU."""
+    name, file = artifact.identifier, artifact.file
+    if not isinstance(record, EngineRecord):
+        reason, next_step = (record.reason, record.next_step) if record else ("the manifest does not name it", "")
+        yield Check(file, "parity", "not_checked", f"engine: {name} was not run: {reason}", next_step)
+        return
+    if record.engine_digest != artifact.digest:
+        text = f"the engine that was run as {name} is another one, {record.engine_digest[:12]}"
+        yield _broken(file, "parity", text, _REBUILD)
+        return
+    yield _parity_check(file, record.parity, f"engine: {name} {record.parity.reason} on {record.gpu}")
+    if isinstance(record.accuracy, AccuracyRecord):
+        yield _accuracy_check(file, record.accuracy, f"by {name} on {record.gpu}")
+    if warning := silently_fp32(artifact.precision, record.layer_types):
+        yield Check(file, "precision", "warning", f"{name}: {warning}", SEE_DECISIONS)
 
 
 def _performance_checks(artifact: Artifact, asked: PerformanceRecord) -> Iterator[Check]:
