@@ -3,11 +3,13 @@
     trtforge bench MANIFEST --shapes batch=1,8,32 --spec SPEC --peer-python PYTHON
 
 where SPEC says `model: {torch: {callable: scripts/bench/torch_peer.py:resnet50}}`, and PYTHON has torch, transformers and
-torchvision. Attention is transformers' default, torch's fused one.
+torchvision. Attention is transformers' default, torch's fused one. `PYTHON torch_peer.py resnet50 FILE` writes an ONNX file of
+opset 17, the latest that TensorRT 8.6 reads.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -67,3 +69,21 @@ def _text(model: torch.nn.Module) -> Parts:
         "example_inputs": dict.fromkeys(names, ids),
         "dynamic_axes": dict.fromkeys(names, axes),
     }
+
+
+def export(name: str, path: str) -> None:
+    """Writes one of the models as ONNX."""
+    parts = {"resnet50": resnet50, "bert_base": bert_base, "bert_intent": bert_intent}[name]()
+    torch.onnx.export(
+        parts["model"].eval(),
+        tuple(parts["example_inputs"].values()),
+        path,
+        input_names=list(parts["example_inputs"]),
+        dynamic_axes=parts["dynamic_axes"],
+        opset_version=17,
+        dynamo=False,
+    )
+
+
+if __name__ == "__main__":
+    export(*sys.argv[1:])
