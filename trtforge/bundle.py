@@ -161,7 +161,8 @@ def make_manifest(
 def publish_bundle(
     manifest: released.Manifest,
     built: Iterable[BuiltUnit],
-    planned: frozenset[str],
+    target_of: Callable[[released.Artifact], str | None],
+    judged_by: str,
     output_dir: Path,
     *,
     digest_of: Callable[[Path], str],
@@ -175,7 +176,9 @@ def publish_bundle(
     Args:
         manifest: of this run.
         built: the engines of this run.
-        planned: keys of all units of the spec, wherever they are built.
+        target_of: identifier of the spec's unit that an engine of an earlier build is, wherever it was built; None if
+            the spec asks for it no more.
+        judged_by: see `EngineRecord`.
         output_dir: folder of the bundle, made if needed.
         digest_of: SHA-256 of a file; may remember files that have not changed since.
         warn: told about an earlier manifest that cannot be read.
@@ -186,7 +189,8 @@ def publish_bundle(
     previous = _previous(output_dir, manifest.name, warn)
     whole = _whole(previous, output_dir, digest_of) if previous else ()
     if previous:
-        manifest = released.merge(replace(previous, artifacts=whole), manifest, planned)
+        planned = {one.unit_digest: target for one in whole if (target := target_of(one))}
+        manifest = released.merge(replace(previous, artifacts=whole), manifest, planned, judged_by)
     if previous and len(whole) == len(previous.artifacts) and _is_same(previous, manifest):
         return previous, False
     kept = {artifact.file for artifact in manifest.artifacts}

@@ -12,7 +12,7 @@ from trtforge.engine_process import answer_of, elsewhere, gpu_to_itself, lone_bu
 from trtforge.errors import ParityError, Problem, SeveralErrors, StoreError, TrtForgeError, raise_any
 from trtforge.events import Event
 from trtforge.evidence import accuracy_record, parity_record
-from trtforge.keys import engine_key
+from trtforge.keys import engine_key, judgement_digest
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.plain import from_plain, to_plain
 from trtforge.planning import Plan
@@ -144,6 +144,7 @@ def _record(found: Mapping[str, Any], artifact: Artifact, plan: Plan, run: Run) 
         accuracy=accuracy_record(plan.spec_file, accuracy, run)
         if accuracy
         else NotRun(reason="the spec names no metric"),
+        judged_by=judgement_digest(plan.spec_file, plan.check_key, run.memo.digest),
         **{name: found[name] for name in ("layer_types", "engine_bytes", "run_bytes")},
     )
 

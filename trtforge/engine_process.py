@@ -15,17 +15,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, Final
 
-from trtforge.errors import Problem, SeveralErrors, StoreError, TrtForgeError, Where, shown_path
+from trtforge.errors import IntegrityError, Problem, SeveralErrors, TrtForgeError, Where, shown_path
 from trtforge.events import Event
+from trtforge.files import explained
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.release import manifest as released
 from trtforge.run import Run
 from trtforge.targets import gpu_lock
 from trtforge.types import BuildUnit
 
-_LAST_LINES = 10
+_PR_SET_PDEATHSIG: Final = 1
+"""Source: Linux, prctl(2), include/uapi/linux/prctl.h."""
+# The process dies with the build, however that does, and the user's code that it runs with it. Its standard output is
+# Python's alone; what native libraries print there goes to standard error.
+_BOOT: Final = (
+    "import ctypes, os, signal, sys; "
+    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(signal.SIGKILL)); "
+    "os.getppid() == int(sys.argv.pop(1)) or sys.exit('the build has ended'); "
+    "sys.stdout = os.fdopen(os.dup(1), 'w', encoding='utf-8'); os.dup2(2, 1); "
+    "from trtforge.cli.app import main; main()"
+)
+_SECONDS_TO_END: Final = 5.0
+_LAST_LINES: Final = 10
 
 
 def reaches_cuda(facts: MachineFacts) -> bool:
@@ -57,19 +71,19 @@ def lone_bundle(folder: Path, manifest: released.Manifest, artifact: released.Ar
         Its manifest.
 
     Raises:
-        StoreError: `engine` cannot be copied.
+        StoreError: `engine` cannot be read, or there is no space for a copy.
+        IntegrityError: it is no file of the manifest's size.
     """
-    folder.mkdir()
-    name = Path(artifact.file).name
-    try:
-        shutil.copyfile(engine, folder / name)
-    except OSError as error:
-        raise StoreError(
-            f"{shown_path(engine)} cannot be copied: {error.strerror}", next_step=f"ls -l {shown_path(engine)}"
-        ) from error
+    name, next_step = Path(artifact.file).name, f"ls -l {shown_path(engine)}"
     alone = replace(manifest, artifacts=(replace(artifact, file=name),), missing=())
     path = folder / released.MANIFEST_NAME
-    path.write_text(released.manifest_json(alone), encoding="utf-8")
+    with explained(folder.parent, artifact.size_bytes, next_step):
+        if not engine.is_file() or engine.stat().st_size != artifact.size_bytes:  # a device would never end
+            text = f"{shown_path(engine)} is no file of {artifact.size_bytes} bytes, as its manifest says"
+            raise IntegrityError(text, next_step=next_step)
+        folder.mkdir()
+        shutil.copyfile(engine, folder / name)
+        path.write_text(released.manifest_json(alone), encoding="utf-8")
     return path
 
 
@@ -86,7 +100,7 @@ def answer_of(
 
     Args:
         arguments: a verb and what it takes, with absolute paths.
-        folder: where it runs; Python takes modules from there, so it holds nothing of others.
+        folder: where it runs, removed with all that is in it; Python takes modules from there, so it holds nothing of others.
         key: of the result.
         failure: raised where it gives no answer.
         timeout_seconds: wall seconds, None for no limit.
@@ -96,25 +110,28 @@ def answer_of(
         SeveralErrors: the problems that it told of instead.
         TrtForgeError: a `failure`: it crashed, or ran too long.
     """
-    command = [sys.executable, "-m", "trtforge", *arguments, "--json", "--progress", "json"]
+    command = [sys.executable, "-c", _BOOT, str(os.getpid()), *arguments, "--json", "--progress", "json"]
     search_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - may be no folder
     environment = {**os.environ, "PYTHONPATH": search_path}
     start = time.monotonic()
-    with (folder / "answer").open("w+b") as answer:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.PIPE
-        )
-        with process, _killed_after(process, timeout_seconds):
-            last_lines = _told(process.stderr or (), on_step)
-        answer.seek(0)
-        found = _last_object(answer.read())
+    try:
+        with TemporaryFile() as answer:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.PIPE
+            )
+            with process, _ended_after(process, timeout_seconds):
+                last_lines = _told(process.stderr or (), on_step)
+            answer.seek(0)
+            found = _object(answer.read())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # an engine may be large
     if isinstance(wanted := found.get(key), dict):
         return wanted
-    if found.get("problems"):
-        raise SeveralErrors(_problem(plain) for plain in found["problems"])
     if timeout_seconds is not None and time.monotonic() - start >= timeout_seconds:
         text = f"it took longer than {timeout_seconds:g} s, and was ended"
         raise failure(text, next_step="raise build_timeout in the spec")
+    if found.get("problems"):
+        raise SeveralErrors(_problem(plain) for plain in found["problems"])
     raise failure(
         f"its process ended {_ending(process.returncode)}",
         detail=last_lines,
@@ -123,9 +140,9 @@ def answer_of(
 
 
 @contextmanager
-def _killed_after(process: subprocess.Popen[bytes], seconds: float | None) -> Iterator[None]:
+def _ended_after(process: subprocess.Popen[bytes], seconds: float | None) -> Iterator[None]:
     """Ends the process after so long, and in any case where the work around it ends with an error."""
-    timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else seconds, process.kill)
+    timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else seconds, _end, [process])
     timer.daemon = True
     timer.start()
     try:
@@ -133,6 +150,17 @@ def _killed_after(process: subprocess.Popen[bytes], seconds: float | None) -> It
         process.wait()
     finally:
         timer.cancel()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts the process, so that it takes the user's code and its files away, and kills it where it goes on."""
+    try:
+        process.send_signal(signal.SIGINT)
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        pass  # it is in native code
+    finally:
         process.kill()
 
 
@@ -141,7 +169,7 @@ def _told(lines: Iterable[bytes], on_step: Callable[[str], None]) -> list[str]:
     rest: deque[str] = deque(maxlen=_LAST_LINES)
     for line in lines:
         text = line.decode(errors="replace").rstrip()
-        event = _last_object(line)
+        event = _object(line)
         if event.get("kind") == "step":
             on_step(str(event.get("text", "")))
         elif "kind" not in event:
@@ -149,17 +177,13 @@ def _told(lines: Iterable[bytes], on_step: Callable[[str], None]) -> list[str]:
     return list(rest)
 
 
-def _last_object(printed: bytes) -> Mapping[str, Any]:
-    """The JSON object at the end; plugins print into the same stream."""
-    text = printed.decode(errors="replace")
-    starts = [0, *(place + 1 for place, letter in enumerate(text) if letter == "\n" and text[place + 1 :][:1] == "{")]
-    for start in starts:
-        try:
-            found = json.loads(text[start:])
-        except (ValueError, RecursionError):
-            continue
-        return found if isinstance(found, dict) else {}
-    return {}
+def _object(printed: bytes) -> Mapping[str, Any]:
+    """The JSON object that was printed; an empty one if it was anything else."""
+    try:
+        found = json.loads(printed)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _problem(plain: Mapping[str, Any]) -> Problem:

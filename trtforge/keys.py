@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
+from trtforge.digests import value_digest
 from trtforge.errors import SpecError, shown_path
 from trtforge.machine import GpuFacts, MachineFacts
-from trtforge.release.manifest import PerformanceRecord
+from trtforge.release.manifest import Artifact, PerformanceRecord
 from trtforge.spec.load import SpecFile
 from trtforge.store import StageKey
 from trtforge.types import BuildUnit, Graph, Profile
@@ -21,6 +24,7 @@ VERSIONS = {
     "profile check": 1,
     "calibrate": 1,
     "parity": 4,
+    "parity engine": 1,
     "lower": 4,
     "build": 3,
     "bench": 1,
@@ -72,13 +76,20 @@ def unit_key(
 
 
 def bench_key(
-    unit: BuildUnit, engine: str, previous: str | None, asked: PerformanceRecord, gpu: GpuFacts, facts: MachineFacts
+    unit: BuildUnit,
+    artifact: Artifact,
+    previous: str | None,
+    asked: PerformanceRecord,
+    gpu: GpuFacts,
+    facts: MachineFacts,
 ) -> StageKey:
     """Of an engine's figures. Gates belong to it: figures that miss one are not kept."""
+    # An engine's bytes do not tell of the bytes of its plugins.
+    plugins = {f"plugin {number}": digest for number, digest in enumerate(artifact.plugins)}
     return StageKey(
         "bench",
         VERSIONS["bench"],
-        {"engine": engine} | ({"previous engine": previous} if previous else {}),
+        {"engine": artifact.digest, **plugins} | ({"previous engine": previous} if previous else {}),
         {
             "performance": {
                 "p99_ms": asked.p99_ms,
@@ -221,9 +232,27 @@ def engine_key(
     digest_of: DigestOf,
 ) -> StageKey:
     """Of what an engine does on its GPU. Of the metric its own file counts, not what that reads."""
+    inputs, parameters = _judgement(spec_file, check, digest_of)
+    return StageKey(
+        "parity engine",
+        VERSIONS["parity engine"],
+        {**inputs, "build": unit_digest, "engine": engine_digest},
+        parameters,
+        {**check.environment, "driver": facts.cuda_driver_version, "GPU": f"{gpu.device_name}, {gpu.num_sms} SMs"},
+    )
+
+
+def judgement_digest(spec_file: SpecFile, check: StageKey, digest_of: DigestOf) -> str:
+    """Of what all engines of a spec are compared on and judged by, wherever they run."""
+    inputs, parameters = _judgement(spec_file, check, digest_of)
+    return value_digest({"inputs": inputs, "parameters": parameters})
+
+
+def _judgement(spec_file: SpecFile, check: StageKey, digest_of: DigestOf) -> tuple[dict[str, str], dict[str, Any]]:
+    """Inputs and parameters for keys."""
     accuracy = spec_file.spec.accuracy
     judged: dict[str, Any] = {}
-    inputs = {**check.inputs, **_samples_digest(spec_file, digest_of), "build": unit_digest, "engine": engine_digest}
+    inputs = {**check.inputs, **_samples_digest(spec_file, digest_of)}
     if accuracy is not None:
         judged = {"accuracy": {"metric": accuracy.metric, "scale": accuracy.scale, "max_drop": str(accuracy.max_drop)}}
         files = {"data": accuracy.data, "metric": _metric_file(spec_file, accuracy.metric)}
@@ -232,20 +261,20 @@ def engine_key(
             for key, path in files.items()
             if path
         }
-    return StageKey(
-        "parity engine",
-        VERSIONS["parity"],
-        inputs,
-        _proof_parameters(spec_file, check) | _bounds(spec_file, "engine") | judged,
-        {**check.environment, "driver": facts.cuda_driver_version, "GPU": f"{gpu.device_name}, {gpu.num_sms} SMs"},
-    )
+    return inputs, _proof_parameters(spec_file, check) | _bounds(spec_file, "engine") | judged
 
 
 def _metric_file(spec_file: SpecFile, metric: str) -> Path | None:
+    """The file of the metric's module, which is not imported; None if it is not found."""
     from trtforge.usercode.process import parse_reference  # noqa: PLC0415 - few specs need it
 
     base_dir = spec_file.marks[("accuracy", "metric")].path.resolve().parent
-    return parse_reference(metric, base_dir, spec_file.where("accuracy", "metric")).file
+    reference = parse_reference(metric, base_dir, spec_file.where("accuracy", "metric"))
+    folders, origin = [str(base_dir), *filter(None, sys.path)], str(reference.file or "")
+    for part in filter(None, reference.module.split(".")):
+        found = PathFinder.find_spec(part, folders)
+        folders, origin = (list(found.submodule_search_locations or ()), found.origin or "") if found else ([], "")
+    return Path(origin) if Path(origin).is_file() else None
 
 
 def _bounds(spec_file: SpecFile, stage: Literal["mended", "lowered", "engine"]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _measured(job: _Job, facts: MachineFacts) -> released.EngineFigures:
     if isinstance(previous, released.NotRun):
         text = f"{unit.identifier}: max_regression is not judged: {previous.reason}"
         job.run.stages.tell(Event("warning", job.label, text))
-    key = bench_key(unit, artifact.digest, other.artifact.digest if other else None, job.asked, job.gpu, facts)
+    key = bench_key(unit, artifact, other.artifact.digest if other else None, job.asked, job.gpu, facts)
 
     def compute() -> tuple[Any, dict[str, Path]]:
         figures = _figures(_bench(job, other), artifact.digest)

@@ -18,10 +18,11 @@ from trtforge.engines import build_units
 from trtforge.errors import Problem, SeveralErrors, shown_path
 from trtforge.events import Event, Report
 from trtforge.evidence import check_profiles, prove, with_builder_calibration
+from trtforge.keys import judgement_digest
 from trtforge.locking import locked_plan
 from trtforge.model_source import refuse_changed_model
 from trtforge.performance import NOT_ASKED, measure, refuse_without_cuda
-from trtforge.planning import Plan, make_plan
+from trtforge.planning import Plan, make_plan, target_of
 from trtforge.release.gates import misses_of_kept
 from trtforge.release.manifest import MANIFEST_NAME, Manifest
 from trtforge.release.output import check_output, output_lock
@@ -98,7 +99,10 @@ def build(
             evidence = with_builder_calibration(evidence, plan, run)
             if not built or (locked and failed):  # what was published stays whole
                 raise SeveralErrors(dict.fromkeys(entry.problem for entry in failed))
-            manifest, is_changed = _publish(plan, evidence, built, [*missing, *failed], output_dir, run)
+            try:
+                manifest, is_changed = _publish(plan, evidence, built, [*missing, *failed], output_dir, run)
+            except SeveralErrors as error:
+                raise SeveralErrors(dict.fromkeys((*error.problems, *(entry.problem for entry in failed)))) from error
         verdicts = {stage.key: stage.verdict for stage in run.stages.done}
     new = [entry for entry in built if verdicts[entry.key] != "cached"]
     return Bundle(
@@ -145,7 +149,8 @@ def _publish(
     manifest, is_changed = publish_bundle(
         make_manifest(spec_file, plan.graph, evidence, built, missing, stages.done, onnxruntime, performance),
         built,
-        frozenset(planned.key.digest for planned in plan.units),
+        lambda artifact: target_of(artifact, plan),
+        judgement_digest(spec_file, plan.check_key, run.memo.digest),
         output_dir,
         digest_of=run.memo.digest,
         warn=lambda text: stages.tell(Event("warning", "publish", text)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,12 @@ from trtforge.keys import calibrate_key, calibration_input, check_key, lower_key
 from trtforge.machine import MachineFacts, machine_facts
 from trtforge.model_source import ingested, source_of, with_traffic_profiles
 from trtforge.performance import refuse_wishes
+from trtforge.release.manifest import Artifact
 from trtforge.run import Run, open_run
 from trtforge.shapes.profiles import resolve_profiles
 from trtforge.spec.load import SpecFile, load_spec
 from trtforge.store import StageKey
-from trtforge.targets import capabilities, gpu_reason, missing_reason, unit_of, version_of
+from trtforge.targets import capabilities, gpu_reason, is_version, missing_reason, unit_of, version_of
 from trtforge.types import BuildUnit, Graph, Profile
 
 if TYPE_CHECKING:
@@ -215,6 +216,22 @@ def decision_rows(plan: Plan, run: Run) -> list[list[str]]:
         raise GraphError(text, where=where, next_step=f"trtforge build {shown_path(plan.spec_file.path)}")
     rows: list[list[str]] = record.result["decisions"]
     return rows
+
+
+def target_of(artifact: Artifact, plan: Plan) -> str | None:
+    """Identifier of the planned unit that an engine of an earlier build is; None where it is none of them.
+
+    What this machine does not build may have been built with another version and driver, as far as the target allows.
+    """
+    targets = (target for target in plan.spec_file.spec.targets for _ in target.gpus)
+    driver = {"driver": artifact.built_on.driver} if artifact.built_on else {}
+    built_with = {artifact.backend: artifact.backend_version} | driver
+    for target, planned in zip(targets, plan.units, strict=True):
+        is_elsewhere = planned.missing and is_version(artifact.backend_version, target.version or "")
+        key = replace(planned.key, environment=built_with) if is_elsewhere else planned.key
+        if key.digest == artifact.unit_digest:
+            return planned.unit.identifier
+    return None
 
 
 def label_of(unit: BuildUnit) -> str:

@@ -20,13 +20,14 @@ _INSTALL = {"tensorrt_rtx": "pip install 'trtforge[rtx]'", "tensorrt": "pip inst
 def version_of(target: Target, facts: MachineFacts) -> str:
     """The version that a target is planned for: the installed one, unless the spec asks for another."""
     installed = facts.packages.get(target.backend)
-    if target.version and not (installed and _is_version(installed, target.version)):
+    if target.version and not (installed and is_version(installed, target.version)):
         return target.version
     return installed or newest_version(target.backend)
 
 
-def _is_version(installed: str, wanted: str) -> bool:
-    return installed.split(".")[: len(wanted.split("."))] == wanted.split(".")
+def is_version(installed: str, wanted: str) -> bool:
+    """Whether a version is the wanted one, part by part as far as that says; nothing wanted is any."""
+    return not wanted or installed.split(".")[: len(wanted.split("."))] == wanted.split(".")
 
 
 def capabilities(spec_file: SpecFile, facts: MachineFacts) -> list[Capability]:
@@ -50,7 +51,7 @@ def missing_reason(spec_file: SpecFile, index: int, target: Target, facts: Machi
     code = CapabilityError.exit_code
     if installed is None:
         return Problem(f"{target.backend} is not installed here", _INSTALL[target.backend], where, (), code)
-    if target.version and not _is_version(installed, target.version):
+    if target.version and not is_version(installed, target.version):
         text = f"the target is for {target.backend} {target.version}, and {installed} is installed"
         package = target.backend.replace("_", "-")
         return Problem(text, f"pip install '{package}=={target.version}.*'", where, (), code)

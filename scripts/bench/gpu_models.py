@@ -22,7 +22,7 @@ from trtforge.machine import machine_facts
 
 PEER = Path(__file__).with_name("torch_peer.py")
 BATCHES = (1, 8, 32)
-SHAPES = {
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "resnet50": {"image": (3, 224, 224)},
     "bert_base": {"input_ids": (128,), "attention_mask": (128,)},
     "bert_intent": {"input_ids": (128,), "attention_mask": (128,)},

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import h200
 import numpy as np
@@ -12,7 +18,11 @@ import pytest
 from h200 import ENGINE, H200, build, checks_of, refused
 from typer.testing import CliRunner
 
+from trtforge import pipeline, planning
+from trtforge.bundle import MissingTarget
 from trtforge.cli.app import app
+from trtforge.engine_process import answer_of
+from trtforge.errors import ParityError, Problem
 from trtforge.release.manifest import EngineRecord, NotRun
 
 
@@ -111,6 +121,137 @@ def test_the_metric_judges_the_engine(project, monkeypatch):
     (project / "metric.py").write_text(METRIC.replace("0.5", "0.4"))  # another metric is another judgement
     monkeypatch.setenv("DIES", "verify")
     assert "SIGSEGV" in refused(project, ACCURACY)[0].summary
+
+
+ENDLESS = """
+import os, pathlib
+print("printed by the metric", flush=True)
+def near(outputs, targets):
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    while True:
+        pass
+"""
+
+
+def verify_arguments(project):
+    paths = {"--spec": "net.yaml", "--exported-as": "net.onnx", "--store": "store"}
+    options = [word for option, path in paths.items() for word in (option, str(project / path))]
+    return ["verify", str(project / "out" / "manifest.json"), *options]
+
+
+def answer(project):
+    (project / "run").mkdir()
+    return answer_of(
+        verify_arguments(project),
+        project / "run",
+        key="engine",
+        failure=ParityError,
+        timeout_seconds=None,
+        on_step=lambda _text: None,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_a_build_that_is_ended(project, number):
+    (project / "metric.py").write_text(METRIC)
+    x = np.zeros((100, 8), np.float32)
+    np.savez(project / "eval.npz", x=x, t=x)
+    build(project, ACCURACY)
+    (project / "metric.py").write_text(ENDLESS)
+    code = "import test_engine_parity as t, pathlib; t.answer(pathlib.Path.cwd())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        pid = int(_soon((project / "pid").read_text))
+    finally:
+        parent.send_signal(number)
+        parent.wait()
+
+    _soon(lambda: not _is_running(pid))
+
+
+def _soon(look):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if found := look():
+                return found
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("not within a minute")
+
+
+def _is_running(pid):
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+NOISY = """
+import atexit, os
+from pathlib import Path
+exec(Path({real!r}).read_text())
+_context = Rig._context
+def _noisy(self, engine):
+    os.write(1, b"{{a library prints ")
+    return _context(self, engine)
+Rig._context = _noisy
+atexit.register(os.write, 1, b"and again at the end")
+"""
+
+
+def test_what_libraries_print_does_not_hide_the_answer(project, monkeypatch, tmp_path):
+    (tmp_path / "noisy").mkdir()
+    (tmp_path / "noisy" / "fake_gpu.py").write_text(NOISY.format(real=str(h200.HERE / "fake_gpu.py")))
+    monkeypatch.syspath_prepend(tmp_path / "noisy")
+
+    assert build(project, "parity: {seed: 1}\n").manifest.engines[ENGINE].parity.verdict == "passed"
+
+
+def test_an_engine_is_verified_though_another_target_failed(project):
+    build(project)
+    path = project / "out" / "manifest.json"
+    path.write_text(path.read_text().replace('"verdict": "skipped"', '"verdict": "failed"'))
+    assert checks_of(project, "target")[0][:2] == ("failed", 11)
+
+    assert answer(project)["parity"]["verdict"] == "passed"
+
+
+def test_a_machine_without_the_gpu_keeps_the_engine_and_what_it_did(project, monkeypatch):
+    spec = h200.SPEC.replace("targets: [", "targets: [{backend: tensorrt_rtx, gpus: [sm86]}, ").replace(", A100", "")
+    record = build(project, spec=spec).manifest.engines[ENGINE]
+    here = planning.machine_facts()
+    packages = {name: version for name, version in here.packages.items() if name != "tensorrt"}
+    laptop = replace(here, gpus=(), packages=packages, cuda_driver_version="", cuda_version="", cuda_error="no driver")
+    monkeypatch.setattr(planning, "machine_facts", lambda: laptop)
+
+    bundle = build(project, "fail_on_warning: [nothing]\n", spec=spec)
+
+    assert bundle.manifest.engines[ENGINE] == record
+    assert (project / "out" / f"{ENGINE}.engine").exists()
+    assert not bundle.manifest.missing
+
+    judged_anew = build(project, "parity: {engine: {atol: 1.0e-9}}\n", spec=spec).manifest
+    assert ENGINE in {artifact.identifier for artifact in judged_anew.artifacts}
+    assert isinstance(judged_anew.engines[ENGINE], NotRun)  # by bounds that this spec has no more
+
+    pinned = build(project, spec=spec.replace("backend: tensorrt,", 'backend: tensorrt, version: "10.9",')).manifest
+    assert ENGINE not in {artifact.identifier for artifact in pinned.artifacts}
+    assert not (project / "out" / f"{ENGINE}.engine").exists()
+
+
+def test_engines_that_were_not_built_are_told_with_the_wrong_one(project, monkeypatch):
+    problem = Problem("no kernel", "build again", exit_code=7)
+    failed = MissingTarget("net-fp32-a100-trt8.6.1", "A100", "tensorrt", skipped=False, problem=problem)
+    real = pipeline.build_units
+    monkeypatch.setattr(pipeline, "build_units", lambda *given: (real(*given)[0], [failed]))
+    monkeypatch.setenv("DIES", "verify")
+
+    wrong, other = refused(project, "parity: {seed: 2}\n")
+
+    assert ("SIGSEGV" in wrong.summary, other) == (True, problem)
 
 
 def test_fp16_that_is_fp32_is_warned_of(project):

@@ -153,10 +153,13 @@ def test_what_cannot_be_compared_is_told_and_not_passed(project, changes, reason
     assert reason in unjudged[2]
 
 
-def test_a_damaged_previous_engine_is_an_error(project):
+@pytest.mark.parametrize("target", [None, "/dev/zero", "gone"])
+def test_a_damaged_previous_engine_is_an_error(project, target):
     build(project)
     previous_bundle(project, 0)
-    (project / "old" / f"{ENGINE}.engine").write_bytes(b"ftrt")
+    engine = project / "old" / f"{ENGINE}.engine"
+    engine.unlink()
+    engine.symlink_to(target) if target else engine.write_bytes(b"ftrt")
 
     assert exit_code_of(refused(project, AGAINST)) == 10
 

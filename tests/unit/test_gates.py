@@ -28,8 +28,11 @@ from trtforge.release.verify import verify
 ASKED = PerformanceRecord(
     p99_ms=2.0, throughput_qps=100.0, max_regression=0.02, sizes={"N": (1, 8)}, cuda_graph=False, engines={}
 )
+NAN = float("nan")
 PREVIOUS = PreviousRecord(identifier="old", digest=digest("d"))
 T4, RTX = tensorrt_artifact("T4", "sm75"), rtx_artifact()
+PLANNED = {engine.unit_digest: engine.identifier for engine in (T4, RTX)}
+JUDGED_BY = digest("3")
 
 
 def point(p99=2.0, qps=100.0, low=0.02, **changes):
@@ -57,7 +60,7 @@ def figures(*points, engine=T4, **changes):
         cuda="pycuda",
         switches={"cuda_graph": False, "streams": 1, "duration_s": 3.0},
         engine_bytes=1,
-        points=points or (point(),),
+        points=points or (point(), point(sizes={"N": 1})),
         previous=PREVIOUS,
         warnings=(),
     )
@@ -73,6 +76,7 @@ def figures(*points, engine=T4, **changes):
         (point(low=0.021), [14]),
         (point(p99=3.0, qps=1.0, low=1.0), [9, 9, 14]),
         (point(slowdown=None), []),
+        (point(p99=NAN, qps=NAN, low=NAN), [9, 9, 14]),  # no figure keeps no gate
     ],
 )
 def test_each_gate(found, codes):
@@ -135,7 +139,7 @@ def test_merging_keeps_figures_that_were_taken_the_same_way(earlier, kept):
     old = with_figures(replace(earlier, engines={T4.identifier: measured}), T4)
     new = with_figures(replace(ASKED, engines={RTX.identifier: NotRun(reason="no GPU")}), RTX)
 
-    merged = merge(old, new, {T4.unit_digest, RTX.unit_digest}).performance
+    merged = merge(old, new, PLANNED, JUDGED_BY).performance
 
     assert (merged.p99_ms, merged.max_regression) == (2.0, 0.02)
     assert merged.engines[RTX.identifier] == NotRun(reason="no GPU")
@@ -149,7 +153,7 @@ def test_a_build_without_the_gpu_loses_no_figures_of_the_same_engine(same_bytes,
     again = RTX if same_bytes else replace(RTX, digest=digest("9"))
     new = with_figures(replace(ASKED, engines={RTX.identifier: NotRun(reason="no GPU")}), again)
 
-    merged = merge(old, new, {RTX.unit_digest}).performance
+    merged = merge(old, new, PLANNED, JUDGED_BY).performance
 
     assert isinstance(merged.engines[RTX.identifier], EngineFigures) == kept
 
@@ -157,11 +161,11 @@ def test_a_build_without_the_gpu_loses_no_figures_of_the_same_engine(same_bytes,
 def test_a_spec_that_asks_no_more_drops_figures():
     old = with_figures(replace(ASKED, engines={T4.identifier: figures()}), T4)
 
-    assert merge(old, manifest(RTX), {T4.unit_digest}).performance == NotRun(reason="no GPU")
+    assert merge(old, manifest(RTX), PLANNED, JUDGED_BY).performance == NotRun(reason="no GPU")
 
 
 def test_a_kept_engine_that_misses_a_new_gate_is_found():
-    found = with_figures(replace(ASKED, p99_ms=1.0, engines={T4.identifier: figures()}), T4)
+    found = with_figures(replace(ASKED, p99_ms=1.0, engines={T4.identifier: figures(point())}), T4)
 
     assert len(tuple(misses_of_kept(found, {RTX.identifier}))) == 1
     assert not tuple(misses_of_kept(found, {T4.identifier}))
@@ -171,7 +175,9 @@ def test_a_kept_engine_that_misses_a_new_gate_is_found():
     ("engines", "expected"),
     [
         ({T4.identifier: figures()}, [("ok", 0)]),
-        ({T4.identifier: figures(point(p99=3.0, low=1.0))}, [("failed", 9), ("failed", 14)]),
+        ({T4.identifier: figures(point(p99=3.0, low=1.0), point(sizes={"N": 1}))}, [("failed", 9), ("failed", 14)]),
+        ({T4.identifier: figures(point())}, [("failed", 10), ("ok", 0)]),  # nothing at N=1
+        ({T4.identifier: figures(gpu="NVIDIA A100-SXM4-80GB")}, [("failed", 10)]),
         ({T4.identifier: figures(previous=NotRun(reason="other"))}, [("ok", 0), ("not_checked", 0)]),
         ({T4.identifier: NotRun(reason="no T4")}, [("not_checked", 0)]),
         ({}, [("not_checked", 0)]),
@@ -205,6 +211,7 @@ def run_of(engine=T4, **changes):
         cuda="pycuda",
         parity=parity,
         accuracy=NotRun(reason="no metric"),
+        judged_by=JUDGED_BY,
         layer_types={"float16": 1, "float32": 9},
         engine_bytes=1,
         run_bytes=2,
@@ -229,6 +236,9 @@ ACCURACY = AccuracyRecord(
     [
         (run_of(), [("parity", "ok", 0)]),
         (run_of(accuracy=ACCURACY), [("parity", "ok", 0), ("accuracy", "ok", 0)]),
+        (run_of(accuracy=replace(ACCURACY, allowed=0.02)), [("parity", "ok", 0), ("accuracy", "failed", 5)]),
+        (run_of(accuracy=replace(ACCURACY, candidate=0.5)), [("parity", "ok", 0), ("accuracy", "failed", 5)]),
+        (run_of(gpu="NVIDIA A100-SXM4-80GB"), [("parity", "failed", 10)]),
         (run_of(layer_types={"float32": 10, "unknown": 3}), [("parity", "ok", 0), ("precision", "warning", 0)]),
         (NotRun(reason="no T4"), [("parity", "not_checked", 0)]),
         (None, [("parity", "not_checked", 0)]),
@@ -248,14 +258,20 @@ def test_verify_judges_a_recorded_run(tmp_path, record, expected):
 
 
 @pytest.mark.parametrize(
-    ("found", "same_bytes", "kept"),
-    [(NotRun(reason="no GPU"), True, True), (NotRun(reason="no GPU"), False, False), (None, True, True)],
+    ("found", "changes", "judged_by", "kept"),
+    [
+        (NotRun(reason="no GPU"), {}, JUDGED_BY, True),
+        (NotRun(reason="no GPU"), {"digest": digest("9")}, JUDGED_BY, False),
+        (NotRun(reason="no GPU"), {}, digest("8"), False),  # by other bounds, or another metric
+        (None, {}, JUDGED_BY, True),
+        (None, {}, digest("8"), False),
+    ],
 )
-def test_a_build_without_the_gpu_keeps_the_run_of_the_same_bytes(found, same_bytes, kept):
-    engine = T4 if same_bytes else replace(T4, digest=digest("9"))
+def test_a_build_without_the_gpu_keeps_the_run_of_the_same_bytes_by_the_same_bounds(found, changes, judged_by, kept):
+    engine = replace(T4, **changes)
     new = manifest(engine, engines={T4.identifier: found}) if found else manifest(RTX)
 
-    merged = merge(manifest(T4, engines={T4.identifier: run_of()}), new, {T4.unit_digest})
+    merged = merge(manifest(T4, engines={T4.identifier: run_of()}), new, PLANNED, judged_by)
 
     assert isinstance(merged.engines[T4.identifier], EngineRecord) == kept
 

@@ -346,7 +346,7 @@ def test_merge_keeps_another_gpus_engine_as_it_was():
     b = tensorrt_artifact("L4", "sm89", unit_digest=digest("e"))
     previous = manifest(a, hosts={digest("9"): replace(HOST, driver="550.1.1")})
     new = manifest(b, missing=(missing(a.identifier), missing("digits-fp16-a10-trt10.9.0.34")))
-    merged = merge(previous, new, {a.unit_digest, b.unit_digest})
+    merged = merge(previous, new, {a.unit_digest: a.identifier, b.unit_digest: b.identifier}, digest("3"))
     before, after = (json.loads(manifest_json(value))["artifacts"] for value in (previous, merged))
     assert json.dumps(before[0]) in [json.dumps(entry) for entry in after]
     assert merged.artifacts == (b, a)
@@ -357,7 +357,7 @@ def test_merge_keeps_another_gpus_engine_as_it_was():
 def test_merge_drops_stale_units_and_their_hosts():
     stale = rtx_artifact("sm89", unit_digest=digest("d"), host=digest("9"))
     new = manifest(rtx_artifact(), missing=(missing(stale.identifier),))
-    merged = merge(manifest(stale, hosts={digest("9"): HOST}), new, {digest("6")})
+    merged = merge(manifest(stale, hosts={digest("9"): HOST}), new, {digest("6"): "other"}, digest("3"))
     assert replace(merged, engines={}) == new
     assert set(merged.engines) == {new.artifacts[0].identifier}
 
@@ -367,4 +367,5 @@ def test_merge_prefers_what_was_built_now():
     same_file = rtx_artifact(digest=digest("7"), unit_digest=digest("d"))
     new = manifest(rtx_artifact())
     for artifact in (old, same_file):
-        assert merge(manifest(artifact), new, {old.unit_digest, digest("d")}).artifacts == new.artifacts
+        planned = dict.fromkeys((old.unit_digest, digest("d")), old.identifier)
+        assert merge(manifest(artifact), new, planned, digest("3")).artifacts == new.artifacts

@@ -8,6 +8,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import onnx.parser
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from trtforge import planning
 from trtforge.errors import TrtForgeError
+from trtforge.keys import bench_key, judgement_digest
 from trtforge.machine import machine_facts
+from trtforge.release.manifest import PerformanceRecord
 from trtforge.run import open_run
 from trtforge.spec.model import BuilderSettings, Precision
 
@@ -270,3 +273,43 @@ def test_shapes_and_values_of_inputs_with_clashing_names_do_not_hide_each_other(
         onnx.save(onnx.parser.parse_model(text), Path(folder) / "net.onnx")
         found = [keys(folder, content(*numbers))["build"] for numbers in ((12, 4), (24, 4), (12, 8))]
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("metric", "file"),
+    [
+        ("metric.py:f", "metric.py"),
+        ("metric:f", "metric.py"),
+        ("own.metric:f", "own/metric.py"),
+        ("own:f", "own/__init__.py"),
+    ],
+)
+def test_the_metric_decides_how_engines_are_judged(metric, file):
+    with project() as folder:
+        (folder / "own").mkdir()
+        (folder / "own" / "__init__.py").touch()
+        (folder / "eval.npz").touch()
+        path = folder / "spec.yaml"
+        path.write_text(json.dumps(spec(accuracy={"metric": metric, "data": "eval.npz", "max_drop": 0.1})))
+        found = []
+        for text in ("a = 1", "a = 1", "a = 2"):
+            (folder / file).write_text(text)
+            with tempfile.TemporaryDirectory() as store, open_run(path, Path(store), lambda _event: None) as run:
+                plan = planning.make_plan(path, run)
+                found.append(judgement_digest(plan.spec_file, plan.check_key, run.memo.digest))
+
+    assert found[0] == found[1] != found[2]
+
+
+def test_figures_are_of_the_plugins_too():
+    unit, facts = SimpleNamespace(profiles=()), SimpleNamespace(cuda_driver_version="580")
+    gpu = SimpleNamespace(device_name="NVIDIA T4", num_sms=40)
+    asked = PerformanceRecord(
+        p99_ms=None, throughput_qps=None, max_regression=None, sizes={}, cuda_graph=False, engines={}
+    )
+
+    one, other = (
+        bench_key(unit, SimpleNamespace(digest="a", plugins=(plugin,)), None, asked, gpu, facts) for plugin in "bc"
+    )
+
+    assert one.digest != other.digest

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from trtforge.cli.console import JsonOption, ProgressOption, ProgressStyle, StoreOption
+from trtforge.errors import PARTIAL_EXIT_CODE, ParityError, PerformanceError, RegressionError, exit_code_of
 
 if TYPE_CHECKING:
     from trtforge.engine_proof import EngineProof
     from trtforge.events import Report
+
+_STILL_RUN: Final = {PARTIAL_EXIT_CODE, ParityError.exit_code, PerformanceError.exit_code, RegressionError.exit_code}
+"""What is missing, or was found of engines before, does not keep an engine from the GPU."""
 
 
 def verify(
@@ -57,14 +61,14 @@ def verify(
 ) -> None:
     """Check a bundle before a release: digests, sizes, headers, versions, GPU. Loads an engine only with --spec."""
     from trtforge.cli.console import print_json, print_problems, problem_json, progress, say  # noqa: PLC0415
-    from trtforge.errors import exit_code_of  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
     from trtforge.release.verify import verify as verify_bundle  # noqa: PLC0415
 
     report = verify_bundle(manifest, wanted_gpu=gpu, wanted_tensorrt=tensorrt, facts=machine_facts())
     proof = None
     problems = report.problems
-    if spec and not problems:  # an engine that is not what the manifest says is not loaded
+    # An engine that is not what the manifest says, or not for here, is not loaded.
+    if spec and _STILL_RUN.issuperset(problem.exit_code for problem in problems):
         with progress(progress_style, as_json=as_json) as told:
             proof = _prove(
                 manifest,
@@ -77,7 +81,7 @@ def verify(
                 runtime=runtime,
                 allow_host_code=allow_host_code,
             )
-        problems = proof.problems
+        problems = (*problems, *proof.problems)
     code = exit_code_of(problems) if problems else 0
     if as_json:
         shown: dict[str, Any] = {"checks": [asdict(check) for check in report.checks]}
@@ -98,7 +102,7 @@ def verify(
     )
     if proof:
         _print_proof(proof)
-        print_problems(problems)
+        print_problems(proof.problems)
     raise typer.Exit(code)
 
 

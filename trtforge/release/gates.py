@@ -15,13 +15,13 @@ def missed_gates(identifier: str, figures: EngineFigures, asked: PerformanceReco
     """
     for point in figures.points:
         place = f"{identifier} at {sizes_text(point.sizes)}"
-        if asked.p99_ms is not None and point.latency_ms.p99 > asked.p99_ms:
+        if asked.p99_ms is not None and not point.latency_ms.p99 <= asked.p99_ms:  # NaN misses it
             yield Problem(
                 f"{place}: p99 latency is {point.latency_ms.p99:.3f} ms, and p99_ms allows {asked.p99_ms:g}",
                 "try cuda_graph: true, a profile whose opt is this shape, or a lower precision",
                 exit_code=PerformanceError.exit_code,
             )
-        if asked.throughput_qps is not None and point.throughput_qps < asked.throughput_qps:
+        if asked.throughput_qps is not None and not point.throughput_qps >= asked.throughput_qps:
             yield Problem(
                 f"{place}: {point.throughput_qps:.1f} queries a second, and throughput_qps asks for "
                 f"{asked.throughput_qps:g}",
@@ -29,7 +29,7 @@ def missed_gates(identifier: str, figures: EngineFigures, asked: PerformanceReco
                 exit_code=PerformanceError.exit_code,
             )
         slowdown = point.slowdown
-        if asked.max_regression is not None and slowdown and slowdown.low > asked.max_regression:
+        if asked.max_regression is not None and slowdown and not slowdown.low <= asked.max_regression:
             yield Problem(
                 f"{place} is {slowdown.ratio:.1%} slower than the previous engine (at least {slowdown.low:.1%}), "
                 f"and max_regression allows {asked.max_regression:.1%}",

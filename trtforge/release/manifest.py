@@ -10,7 +10,7 @@ import json
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -317,6 +317,8 @@ class EngineRecord:
     parity: ParityRecord
     """Against onnxruntime in FP32."""
     accuracy: AccuracyRecord | NotRun
+    judged_by: Digest
+    """Of inputs, bounds and metric; a build that judges by others does not take the record over."""
     layer_types: dict[str, Count]
     """Element type -> number of layers, as TensorRT's inspector tells; `unknown` for layers of which it tells none."""
     engine_bytes: Count
@@ -506,7 +508,8 @@ class Manifest:
 
 _Found = TypeVar("_Found", EngineFigures, EngineRecord)
 _NEVER_RUN = NotRun(
-    reason="it was not run when it was built", next_step="trtforge verify MANIFEST --spec SPEC, on its GPU"
+    reason="it was not run when it was built, or judged by another spec",
+    next_step="trtforge verify MANIFEST --spec SPEC, on its GPU",
 )
 _NO_FIGURES = NotRun(
     reason="it was built before the spec asked for these figures", next_step="trtforge build SPEC, on its GPU"
@@ -592,7 +595,7 @@ def manifest_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "trtforge manifest"}
 
 
-def merge(previous: Manifest, new: Manifest, units_still_planned: Collection[str]) -> Manifest:
+def merge(previous: Manifest, new: Manifest, planned: Mapping[str, str], judged_by: str) -> Manifest:
     """`new`, with those engines of `previous` that it did not build again and whose unit is still planned.
 
     So a build on one GPU keeps the engines of another, entry by entry as they were, and drops what the spec no longer
@@ -601,23 +604,23 @@ def merge(previous: Manifest, new: Manifest, units_still_planned: Collection[str
     Args:
         previous: the manifest in the output folder.
         new: what this run built.
-        units_still_planned: unit digests of every unit that the spec asks for today.
+        planned: unit digest of an engine that the spec asks for today -> identifier of the target that it is.
+        judged_by: see `EngineRecord`, of the spec as it is today.
     """
     taken = {artifact.file for artifact in new.artifacts} | {artifact.unit_digest for artifact in new.artifacts}
     kept = tuple(
         artifact
         for artifact in previous.artifacts
-        if artifact.unit_digest in units_still_planned
-        and artifact.unit_digest not in taken
-        and artifact.file not in taken
+        if artifact.unit_digest in planned and artifact.unit_digest not in taken and artifact.file not in taken
     )
     artifacts = new.artifacts + kept
-    built = {artifact.identifier for artifact in artifacts}
+    built = {artifact.identifier for artifact in new.artifacts} | {planned[artifact.unit_digest] for artifact in kept}
     used_hosts = {artifact.host for artifact in artifacts}
     hosts = {key: host for key, host in {**previous.hosts, **new.hosts}.items() if key in used_hosts | set(new.hosts)}
     missing = tuple(target for target in new.missing if target.identifier not in built)
     performance = _merged_performance(previous.performance, new.performance, artifacts)
-    engines = _merged(previous.engines, new.engines, artifacts, _NEVER_RUN)
+    judged = {name: run for name, run in previous.engines.items() if getattr(run, "judged_by", "") == judged_by}
+    engines = _merged(judged, new.engines, artifacts, _NEVER_RUN)
     return replace(new, artifacts=artifacts, hosts=hosts, missing=missing, engines=engines, performance=performance)
 
 

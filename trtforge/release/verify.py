@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trtforge.digests import file_digest
-from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, Problem, StoreError, Where
-from trtforge.gpu_models import compute_capability_number, gpu_model, parse_compute_capability
+from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, ParityError, Problem, StoreError, Where
+from trtforge.gpu_models import compute_capability_number, gpu_model, model_of_device, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
 from trtforge.release.gates import missed_gates, not_judged, silently_fp32, sizes_text
 from trtforge.release.later_versions import reaches, version_parts
@@ -439,7 +439,10 @@ def _parity_check(file: str | None, record: ParityRecord, text: str) -> Check:
 
 def _accuracy_check(file: str | None, record: AccuracyRecord, where: str) -> Check:
     text = f"{record.metric} {record.reference:.4g}, {record.candidate:.4g} {where}"
-    return Check(file, "accuracy", "ok", text)
+    if max(record.reference - record.candidate, record.drop_at_most) <= record.allowed:
+        return Check(file, "accuracy", "ok", text)
+    text += f"; the drop may be {record.drop_at_most:.2g}, and {record.allowed:.4g} is allowed"
+    return Check(file, "accuracy", "failed", text, _REBUILD, ParityError.exit_code)
 
 
 def _engine_checks(artifact: Artifact, record: EngineRecord | NotRun | None) -> Iterator[Check]:
@@ -453,11 +456,30 @@ def _engine_checks(artifact: Artifact, record: EngineRecord | NotRun | None) -> 
         text = f"the engine that was run as {name} is another one, {record.engine_digest[:12]}"
         yield _broken(file, "parity", text, _REBUILD)
         return
+    if not _is_for(artifact, record.gpu):
+        yield _broken(file, "parity", f"{name} was run on {record.gpu}, and is for {artifact.target_gpu}", _REBUILD)
+        return
     yield _parity_check(file, record.parity, f"engine: {name} {record.parity.reason} on {record.gpu}")
     if isinstance(record.accuracy, AccuracyRecord):
         yield _accuracy_check(file, record.accuracy, f"by {name} on {record.gpu}")
     if warning := silently_fp32(artifact.precision, record.layer_types):
         yield Check(file, "precision", "warning", f"{name}: {warning}", SEE_DECISIONS)
+
+
+def _is_for(artifact: Artifact, device_name: str) -> bool:
+    """Whether a build runs an engine on this GPU. Of a GPU that is not listed, the compute capability is not known."""
+    model = model_of_device(device_name)
+    if artifact.backend == "tensorrt":
+        return model == _model_name(artifact.target_gpu)
+    return model is None or gpu_model(model).compute_capability == artifact.compute_capability
+
+
+def _unmeasured(figures: EngineFigures, asked: PerformanceRecord) -> str:
+    """Sizes asked for that the figures leave out; empty where they leave out none."""
+    found = {(name, size) for point in figures.points for name, size in point.sizes.items()}
+    return ", ".join(
+        f"{name}={size}" for name, sizes in asked.sizes.items() for size in sizes if (name, size) not in found
+    )
 
 
 def _performance_checks(artifact: Artifact, asked: PerformanceRecord) -> Iterator[Check]:
@@ -473,6 +495,12 @@ def _performance_checks(artifact: Artifact, asked: PerformanceRecord) -> Iterato
         text = f"the figures of {name} are of another engine, {figures.engine_digest[:12]}"
         yield _broken(file, "performance", text, _REBUILD)
         return
+    if not _is_for(artifact, figures.gpu):
+        text = f"{name} was measured on {figures.gpu}, and is for {artifact.target_gpu}"
+        yield _broken(file, "performance", text, _REBUILD)
+        return
+    if unmeasured := _unmeasured(figures, asked):
+        yield _broken(file, "performance", f"{name} has no figures at {unmeasured}", _REBUILD)
     problems = tuple(missed_gates(name, figures, asked))
     for problem in problems:
         yield Check(file, "performance", "failed", problem.summary, problem.next_step, problem.exit_code)
