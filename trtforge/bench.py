@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from trtforge.errors import CommandLineError, PerformanceError, Problem, RegressionError, closest
+from trtforge.errors import CommandLineError, Problem, closest
 from trtforge.events import Event, Report
-from trtforge.profile_choice import profile_for
 from trtforge.prometheus import Gauge
-from trtforge.release.gates import sizes_text
+from trtforge.release.gates import sizes_text, slow, slower
 from trtforge.runtime.lane import Array, Lane
 from trtforge.runtime.measure import Spread, Switches, measure, remarks, spread
 from trtforge.runtime.regression import Slowdown, slowdown
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import Sizes, at_sizes, layout, profile_sizes, shapes
+from trtforge.runtime.sizes import at_sizes, layout
+from trtforge.traffic.layout import Sizes, combinations, is_taken, profile_sizes
 from trtforge.types import Profile
 
 _ROUNDS = 15
@@ -156,14 +155,14 @@ def bench(
 
 
 def _refuse_unlike(session: EngineSession, other: EngineSession, wanted_sizes: Sequence[Sizes]) -> None:
-    name = other.artifact.identifier
-    if layout(other.artifact.inputs).axes != layout(session.artifact.inputs).axes:
+    name, axes = other.artifact.identifier, layout(other.artifact.inputs)
+    if axes.axes != layout(session.artifact.inputs).axes:
         raise CommandLineError(
             f"--against: {name} has other inputs than {session.artifact.identifier}",
             next_step="name a bundle of the same model",
         )
     for wanted in wanted_sizes:
-        if not profile_for(shapes(other.artifact.inputs, wanted), other.profiles):
+        if not is_taken(axes, wanted, other.profiles):
             raise CommandLineError(
                 f"--against: {name} has no profile for {sizes_text(wanted)}",
                 next_step="name sizes that both engines take: --shapes NAME=SIZE",
@@ -193,39 +192,22 @@ def _without_gain(
 
 def missed(figures: Figures, gates: Gates) -> tuple[Problem, ...]:
     """The gates that figures do not hold."""
-    return (*_slow_points(figures, gates), *_regressions(figures, gates))
+    return tuple(_misses(figures, gates))
 
 
-def _slow_points(figures: Figures, gates: Gates) -> Iterator[Problem]:
+def _misses(figures: Figures, gates: Gates) -> Iterator[Problem]:
+    steps = (
+        "try --cuda-graph, a profile whose opt is this shape, or a lower precision",
+        "try --streams 2, a larger batch, or a lower precision",
+    )
     for point in figures.points:
         place = f"{figures.identifier} at {sizes_text(point.sizes)}"
-        p99 = point.latency.percentiles[99.0]
-        if gates.p99_ms is not None and p99 > gates.p99_ms:
-            yield Problem(
-                f"{place}: p99 latency is {p99:.3f} ms, and p99_ms allows {gates.p99_ms:g}",
-                "try --cuda-graph, a profile whose opt is this shape, or a lower precision",
-                exit_code=PerformanceError.exit_code,
-            )
-        if gates.throughput_qps is not None and point.throughput_qps < gates.throughput_qps:
-            yield Problem(
-                f"{place}: {point.throughput_qps:.1f} queries a second, and throughput_qps asks for "
-                f"{gates.throughput_qps:g}",
-                "try --streams 2, a larger batch, or a lower precision",
-                exit_code=PerformanceError.exit_code,
-            )
-
-
-def _regressions(figures: Figures, gates: Gates) -> Iterator[Problem]:
-    if gates.max_regression is None or figures.other is None:
-        return
-    for point, found in zip(figures.points, figures.slowdowns, strict=True):
-        if found.exceeds(gates.max_regression):
-            yield Problem(
-                f"{figures.identifier} at {sizes_text(point.sizes)} is {found.ratio:.1%} slower than "
-                f"{figures.other.identifier} (at least {found.low:.1%}), and max_regression allows {gates.max_regression:.1%}",
-                _faster_step(figures.precision, figures.other),
-                exit_code=RegressionError.exit_code,
-            )
+        yield from slow(place, point.latency.percentiles[99.0], point.throughput_qps, gates, steps=steps)
+    if other := figures.other:
+        step = _faster_step(figures.precision, other)
+        for point, found in zip(figures.points, figures.slowdowns, strict=True):
+            place = f"{figures.identifier} at {sizes_text(point.sizes)}"
+            yield from slower(place, other.identifier, found.ratio, found.low, gates, step=step)
 
 
 def _faster_step(precision: str, other: OtherEngine) -> str:
@@ -321,16 +303,10 @@ def _combinations(
                 f"--shapes: '{name}' is no open axis of {session.artifact.identifier}",
                 next_step=f"write {meant}=..." if meant else f"name one of: {', '.join(known) or 'none, it is static'}",
             )
-    opts = [profile_sizes(axes, profile, "opt") for profile in session.profiles]
-    if not sizes:
-        return list({tuple(opt.items()): opt for opt in opts}.values()), []
-    rest = {name: size for name, size in opts[0].items() if name not in sizes}
-    asked = [dict(zip(sizes, values, strict=True)) | rest for values in itertools.product(*sizes.values())]
-    fitting = [entry for entry in asked if profile_for(shapes(session.artifact.inputs, entry), session.profiles)]
-    outside = [entry for entry in asked if entry not in fitting]
-    if not fitting:
+    fitting, outside = combinations(axes, session.profiles, sizes)
+    if outside and not fitting:
         raise CommandLineError(
-            f"--shapes: none of the {len(asked)} combinations lies inside a profile of {session.artifact.identifier}",
+            f"--shapes: none of the {len(outside)} combinations lies inside a profile of {session.artifact.identifier}",
             next_step="name sizes between min and max of a profile; they stand in the manifest",
         )
     return fitting, outside

@@ -82,7 +82,7 @@ def lone_bundle(folder: Path, manifest: released.Manifest, artifact: released.Ar
             text = f"{shown_path(engine)} is no file of {artifact.size_bytes} bytes, as its manifest says"
             raise IntegrityError(text, next_step=next_step)
         folder.mkdir()
-        shutil.copyfile(engine, folder / name)
+        shutil.copyfile(engine, folder / name)  # a link would change its times, and have it hashed again
         path.write_text(released.manifest_json(alone), encoding="utf-8")
     return path
 

@@ -14,6 +14,7 @@ from trtforge.backends.capabilities import capability
 from trtforge.backends.protocol import load_backend
 from trtforge.backends.surroundings import CalibrationBatches, Surroundings
 from trtforge.bundle import BuiltUnit, MissingTarget, host_record
+from trtforge.engine_process import gpu_to_itself
 from trtforge.errors import BuildError, SeveralErrors, StoreError, TrtForgeError
 from trtforge.events import Event
 from trtforge.model_source import refuse_changed_model, unchanged_model
@@ -24,7 +25,7 @@ from trtforge.run import Run
 from trtforge.spec.load import SpecFile
 from trtforge.stages import Stages
 from trtforge.store import StageKey, Store
-from trtforge.targets import gpu_at_hand, gpu_lock
+from trtforge.targets import gpu_at_hand
 from trtforge.types import BuildUnit, BuiltEngine, Graph
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ def _surroundings(unit: BuildUnit, plan: Plan, calibration_cache: Path | None, r
         return
     store, spec = run.stages.store, plan.spec_file.spec
     measured = f"{unit.backend}-{unit.backend_version}-cuda{plan.facts.cuda_version}-{gpu.model}".replace(" ", "-")
-    waiting = Event("step", label_of(unit), f"waiting for {gpu.device_name}, which another build uses")
-    with store.lock(gpu_lock(gpu), on_wait=lambda: run.stages.tell(waiting)):
+    with gpu_to_itself(gpu, label_of(unit), run):
         yield Surroundings(
             gpu_uuid=gpu.uuid if len(plan.facts.gpus) > 1 else "",
             timing_cache=store.root / "timing" / f"{measured}.cache",

@@ -15,8 +15,9 @@ from trtforge.prometheus import Gauge
 from trtforge.release.gates import sizes_text
 from trtforge.release.manifest import TensorRecord
 from trtforge.runtime.measure import Spread, Switches, spread, timings_of
-from trtforge.runtime.sizes import Sizes, generated
+from trtforge.runtime.sizes import generated
 from trtforge.spec.load import SpecFile, load_spec
+from trtforge.traffic.layout import Sizes
 from trtforge.usercode.process import UserCode, parse_reference, user_code
 
 PEERS: Final = {"eager-fp32": False, "eager-fp16": True, "compile-fp32": False, "compile-fp16": True}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,16 @@ from trtforge.events import Event
 from trtforge.keys import bench_key
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.plain import from_plain, to_plain
-from trtforge.profile_choice import profile_for
 from trtforge.release import manifest as released
 from trtforge.release.gates import missed_gates, sizes_text
 from trtforge.run import Run
 from trtforge.spec.load import SpecFile
 from trtforge.spec.model import Performance
 from trtforge.targets import measured_on
-from trtforge.traffic.layout import Layout, layout_of
+from trtforge.traffic.layout import Layout, Sizes, combinations, is_taken, layout_of
 from trtforge.types import BuildUnit, Graph, Profile, ShapeRange, TensorSpec
 
 NOT_ASKED = released.NotRun(reason="the spec has no performance section", next_step="trtforge bench MANIFEST")
-Sizes = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def _size_problems(
             )
             for name in unknown
         ]
-    measured = _sizes_to_measure(wishes, layout, profiles)
+    measured, _ = combinations(layout, profiles, wishes.sizes)
     return [
         Problem(
             f"performance.sizes.{name}: no profile holds {size}"
@@ -131,31 +128,6 @@ def _previous_problems(spec_file: SpecFile) -> list[Problem]:
             for problem in error.problems
         ]
     return []
-
-
-def _sizes_to_measure(wishes: Performance, layout: Layout, profiles: tuple[Profile, ...]) -> list[Sizes]:
-    """As `trtforge bench --shapes` chooses them: combinations that lie in a profile, or opt of every profile."""
-    opts = [_opt_sizes(layout, profile) for profile in profiles]
-    if not wishes.sizes:
-        return opts
-    rest = {name: size for name, size in opts[0].items() if name not in wishes.sizes} if opts else {}
-    asked = [
-        {**rest, **dict(zip(wishes.sizes, sizes, strict=True))} for sizes in itertools.product(*wishes.sizes.values())
-    ]
-    return [sizes for sizes in asked if _is_allowed(sizes, layout, profiles)]
-
-
-def _opt_sizes(layout: Layout, profile: Profile) -> Sizes:
-    return {
-        dim: size
-        for name, axes in layout.axes.items()
-        for dim, size in zip(axes, profile.shapes[name].opt, strict=True)
-        if isinstance(dim, str)
-    }
-
-
-def _is_allowed(sizes: Sizes, layout: Layout, profiles: Iterable[Profile]) -> bool:
-    return profile_for(layout.shapes(sizes[name] for name in layout.names), profiles) is not None
 
 
 def refuse_without_cuda(spec_file: SpecFile, units: Iterable[BuildUnit], facts: MachineFacts) -> None:
@@ -309,13 +281,14 @@ def _previous_of(
         text = f"{shown} has {len(same) or 'no'} engines by {artifact.backend} for {artifact.target_gpu}"
         return released.NotRun(reason=text, next_step=next_step)
     (found,) = same
-    reason = _unlike(found, artifact, _sizes_to_measure(wishes, _layout(artifact), profiles))
+    measured, _ = combinations(_layout(artifact), profiles, wishes.sizes)
+    reason = _unlike(found, artifact, measured)
     if reason:
         return released.NotRun(reason=f"{found.identifier} of {shown} {reason}", next_step=next_step)
     return _Previous(wishes.previous.absolute(), manifest, found)
 
 
-def _unlike(found: released.Artifact, artifact: released.Artifact, measured: list[Sizes]) -> str:
+def _unlike(found: released.Artifact, artifact: released.Artifact, measured: Sequence[Sizes]) -> str:
     """Why two engines cannot be measured by turns; empty where they can."""
     if found.backend_version != artifact.backend_version:
         return f"was built by {found.backend} {found.backend_version}, and this one by {artifact.backend_version}"
@@ -328,7 +301,7 @@ def _unlike(found: released.Artifact, artifact: released.Artifact, measured: lis
     if _layout(found).axes != _layout(artifact).axes:
         return "has other inputs"
     profiles = [_profile(one) for one in found.profiles]
-    outside = [sizes for sizes in measured if not _is_allowed(sizes, _layout(found), profiles)]
+    outside = [sizes for sizes in measured if not is_taken(_layout(found), sizes, profiles)]
     return f"has no profile for {sizes_text(outside[0])}" if outside else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,33 +112,14 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False, exported_a
     lowered = None
     if spec.precision.type in ("fp16", "bf16", "int8") and spec.precision.quantization == "explicit":
         lowered = lower_key(spec_file, check, calibrated, max_opset, digest_of)
-    plugins = plugin_digests(spec_file, digest_of).values()
-    plugins_input = {f"plugin {number}": digest for number, digest in enumerate(plugins)}
     scales_input = calibration_input(spec_file, calibrated, digest_of) if spec.precision.is_implicit else {}
     table = _named_table(spec_file, graph)
-    units: list[PlannedUnit] = []
-    for index, target in enumerate(spec.targets):
-        backend_reason = missing_reason(spec_file, index, target, facts)
-        for position, gpu in enumerate(target.gpus):
-            reason = backend_reason or gpu_reason(spec_file, index, position, facts)
-            unit = unit_of(spec_file, target, gpu, version_of(target, facts), graph, profiles)
-            skipped = target.when_missing == "skip"
-            missing = MissingTarget(unit.identifier, gpu, target.backend, skipped, reason) if reason else None
-            if unit.identifier in {planned.unit.identifier for planned in units}:
-                raise CapabilityError(
-                    f"GPU '{gpu}' stands in two targets that mean the same engine, {unit.identifier}",
-                    where=spec_file.where("targets", index, "gpus"),
-                    next_step="remove one",
-                )
-            scales = _scales_key(spec_file, graph, profiles, unit, run)
-            own_input = {"calibration": scales.digest} if scales else {}
-            key = unit_key(unit, spec_file, lowered, scales_input | own_input | plugins_input, facts)
-            units.append(PlannedUnit(unit, key, missing, scales))
+    units = _units(spec_file, graph, profiles, lowered, scales_input, facts, run)
     return Plan(
         spec_file,
         graph,
         profiles,
-        tuple(units),
+        units,
         check,
         max_opset,
         calibrated,
@@ -147,6 +129,43 @@ def make_plan(spec_path: Path, run: Run, *, may_export: bool = False, exported_a
         tuple(noted),
         facts,
     )
+
+
+def _units(
+    spec_file: SpecFile,
+    graph: Graph,
+    profiles: tuple[Profile, ...],
+    lowered: StageKey | None,
+    scales_input: Mapping[str, str],
+    facts: MachineFacts,
+    run: Run,
+) -> tuple[PlannedUnit, ...]:
+    """An engine for each GPU of each target.
+
+    Raises:
+        CapabilityError: two targets mean the same engine.
+    """
+    plugins = plugin_digests(spec_file, run.memo.digest).values()
+    inputs = {**scales_input, **{f"plugin {number}": digest for number, digest in enumerate(plugins)}}
+    units: dict[str, PlannedUnit] = {}
+    for index, target in enumerate(spec_file.spec.targets):
+        backend_reason = missing_reason(spec_file, index, target, facts)
+        for position, gpu in enumerate(target.gpus):
+            reason = backend_reason or gpu_reason(spec_file, index, position, facts)
+            unit = unit_of(spec_file, target, gpu, version_of(target, facts), graph, profiles)
+            skipped = target.when_missing == "skip"
+            missing = MissingTarget(unit.identifier, gpu, target.backend, skipped, reason) if reason else None
+            if unit.identifier in units:
+                raise CapabilityError(
+                    f"GPU '{gpu}' stands in two targets that mean the same engine, {unit.identifier}",
+                    where=spec_file.where("targets", index, "gpus"),
+                    next_step="remove one",
+                )
+            scales = _scales_key(spec_file, graph, profiles, unit, run)
+            own_input = {"calibration": scales.digest} if scales else {}
+            key = unit_key(unit, spec_file, lowered, inputs | own_input, facts)
+            units[unit.identifier] = PlannedUnit(unit, key, missing, scales)
+    return tuple(units.values())
 
 
 def _scales_key(

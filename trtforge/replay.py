@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 
 from trtforge.errors import CommandLineError, shown_path
 from trtforge.events import Event, Report
-from trtforge.profile_choice import profile_for
 from trtforge.prometheus import Gauge
 from trtforge.release.gates import sizes_text
 from trtforge.runtime.lane import Array
@@ -32,8 +31,11 @@ from trtforge.runtime.queue import (
 )
 from trtforge.runtime.serve import LATE_MS, Served, Server, serve
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import Sizes, layout, profile_sizes, shapes
+from trtforge.runtime.sizes import layout
+from trtforge.traffic.coverage import assignment, boxes_of
+from trtforge.traffic.layout import Layout, Sizes, is_taken, profile_sizes
 from trtforge.traffic.read import read_traffic
+from trtforge.types import Profile
 
 _SECONDS_A_SIZE = 0.1
 _LEAST_RUNS = 10
@@ -113,9 +115,8 @@ class Requests:
     Attributes:
         log: the file.
         arrivals_s: seconds from 0, ascending, float64 (requests,).
-        sizes: int64 (requests, names).
-        names: of the engine's open sizes.
-        batch: which of them is the batch size.
+        sizes: int64 (requests, names), of the engine's open sizes.
+        batch: which of the names is the batch size.
         window_ms: how long the first request of a batch waits for others.
         max_batch: largest batch that is formed.
         remarks: what was left out, one sentence each.
@@ -124,7 +125,6 @@ class Requests:
     log: Path
     arrivals_s: Array
     sizes: Array
-    names: tuple[str, ...]
     batch: int
     window_ms: float
     max_batch: int
@@ -178,8 +178,7 @@ def read_requests(
         )
     traffic = read_traffic(log, known, with_arrivals=True)
     assert traffic.arrivals is not None  # noqa: S101 - they were asked for
-    fits = np.array([profile_for(known.shapes(sizes), session.profiles) is not None for sizes in traffic.sizes], bool)
-    served = fits[traffic.arrivals.shapes]
+    served = assignment(traffic.sizes, boxes_of(session.profiles, known), known)[traffic.arrivals.shapes] >= 0
     if not served.any():
         raise CommandLineError(
             f"--replay: no profile of {name} takes any of the {traffic.num_requests} requests of {shown_path(log)}",
@@ -203,7 +202,7 @@ def read_requests(
         )
     batch = known.names.index(known.batch)
     sizes = traffic.sizes[places[:keep]]
-    return Requests(log, arrivals[:keep], sizes, known.names, batch, window_ms, max_batch, tuple(remarks))
+    return Requests(log, arrivals[:keep], sizes, batch, window_ms, max_batch, tuple(remarks))
 
 
 def serve_log(
@@ -227,7 +226,7 @@ def serve_log(
     known = layout(session.artifact.inputs)
     most = np.array([list(profile_sizes(known, profile, "max").values()) for profile in session.profiles])
     steps = levels(requests.sizes, requests.batch, requests.max_batch, most)
-    cells = _cells(session, requests.names, steps)
+    cells = _cells(known, session.profiles, steps)
     with closing(Server(session, cells, with_graph=switches.cuda_graph, spin=switches.spin_wait)) as server:
         costs = {cell: _cost_ms(server, cell, sizes, report) for cell, sizes in cells.items()}
         ready = _Ready(server, costs, steps, requests)
@@ -291,12 +290,12 @@ class _Ready:
         return serve(batcher, run)
 
 
-def _cells(session: EngineSession, names: tuple[str, ...], steps: list[Array]) -> dict[Cell, Sizes]:
+def _cells(known: Layout, profiles: Sequence[Profile], steps: list[Array]) -> dict[Cell, Sizes]:
     """All combinations of levels that lie inside a profile."""
     cells: dict[Cell, Sizes] = {}
     for places in itertools.product(*(range(len(step)) for step in steps)):
-        sizes = {name: int(step[place]) for name, step, place in zip(names, steps, places, strict=True)}
-        if profile_for(shapes(session.artifact.inputs, sizes), session.profiles):
+        sizes = {name: int(step[place]) for name, step, place in zip(known.names, steps, places, strict=True)}
+        if is_taken(known, sizes, profiles):
             cells[places] = sizes
     return cells
 

@@ -31,7 +31,8 @@ from trtforge.runtime.lane import Array
 from trtforge.runtime.queue import Cell
 from trtforge.runtime.serve import Server
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import Sizes, at_sizes, layout
+from trtforge.runtime.sizes import at_sizes, layout
+from trtforge.traffic.layout import Sizes
 
 ROUNDS = 10
 REQUESTS_A_ROUND = 400
@@ -62,6 +63,11 @@ def p99s(run: Callable[[int], object], mixture: list[int]) -> tuple[Array, Array
     return np.percentile(times[0], (50, 99)), np.percentile(times[1], (50, 99))
 
 
+def served_by(server: Server) -> Callable[[int], object]:
+    """Runs one length."""
+    return lambda size: server.run((size,))
+
+
 def main() -> None:
     """Measures and prints."""
     path, symbol, longest = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -77,7 +83,7 @@ def main() -> None:
         runs: dict[str, Callable[[int], object]] = {"a context for each profile": lambda size: session.run(feeds[size])}
         for name, with_graph in (("a context for each length", False), ("a CUDA graph for each length", True)):
             server = Server(session, cells, with_graph=with_graph, spin=True)
-            runs[name] = lambda size, server=server: server.run((size,))  # type: ignore[misc]
+            runs[name] = served_by(server)
         for name, run in runs.items():
             mixed, fixed = p99s(run, mixture)
             slower = mixed[1] / fixed[1] - 1

@@ -79,8 +79,8 @@ def compiled(folder):
 def make(folder):
     place = Place(folder)
     onnx.save(onnx.parser.parse_model(MODEL), folder / "square.onnx")
-    place.library = compiled(folder)
-    place.build("square", SPEC + f"plugins: [{place.library}]\n")
+    place.plugin = compiled(folder)
+    place.build("square", SPEC + f"plugins: [{place.plugin}]\n")
     return place
 
 
@@ -94,7 +94,7 @@ if pytest:
 
 
 def test_the_engine_computes_what_the_operator_is(built):
-    with EngineSession.open(built.manifest("square"), plugins=[built.library]) as session:
+    with EngineSession.open(built.manifest("square"), plugins=[built.plugin]) as session:
         for rows in (1, 8, 32):
             x = np.random.default_rng(rows).uniform(-2, 2, (rows, 64)).astype(np.float32)
             assert np.allclose(session.run({"x": x})["y"], np.maximum(x, 0) ** 2 + 1.5, rtol=1e-6)
@@ -103,11 +103,11 @@ def test_the_engine_computes_what_the_operator_is(built):
 def test_the_manifest_names_the_library(built):
     (artifact,) = json.loads(built.manifest("square").read_text())["artifacts"]
 
-    assert artifact["plugins"] == [hashlib.sha256(built.library.read_bytes()).hexdigest()]
+    assert artifact["plugins"] == [hashlib.sha256(built.plugin.read_bytes()).hexdigest()]
 
 
 def test_verify_and_bench_take_it(built):
-    for words in (("verify", "--spec", built.folder / "square.yaml"), ("bench", "--plugin", built.library)):
+    for words in (("verify", "--spec", built.folder / "square.yaml"), ("bench", "--plugin", built.plugin)):
         done = built.trtforge(words[0], built.manifest("square"), *words[1:])
         print(done.stdout)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -120,7 +120,7 @@ def test_without_the_library_nothing_is_loaded(built):
 
 def test_another_library_never_runs(built):
     changed = built.folder / "changed.so"
-    changed.write_bytes(built.library.read_bytes() + b"\0")
+    changed.write_bytes(built.plugin.read_bytes() + b"\0")
 
     with raises(CapabilityError, "needs 1 plugin libraries that were not given"):
         EngineSession.open(built.manifest("square"), plugins=[changed])

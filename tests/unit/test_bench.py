@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +70,15 @@ def test_gates(gates, found, code):
     assert len(problems) == len(found)
     assert all(text in (None, problem.summary) for problem, text in zip(problems, found, strict=True))
     assert not problems or exit_code_of(problems) == code
+
+
+def test_figures_that_are_no_numbers_miss_every_gate():
+    unknown = Slowdown(math.nan, math.nan, math.nan)
+    measured = figures(unknown, unknown)
+    points = [replace(one, latency=times(1.0, math.nan), throughput_qps=math.nan) for one in measured.points]
+
+    found = missed(replace(measured, points=tuple(points)), Gates(p99_ms=1e9, throughput_qps=0.0, max_regression=1e9))
+    assert len(found) == 3 * len(points)
 
 
 def test_a_slower_engine_fails_by_what_is_sure():

@@ -1,41 +1,70 @@
-"""Whether an engine keeps what the spec asks for. Judged alike when a bundle is built and when it is verified."""
+"""Whether an engine keeps what is asked of it. Judged alike when it is built, verified and measured by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
 
 from trtforge.errors import PerformanceError, Problem, RegressionError
 from trtforge.release.manifest import EngineFigures, Manifest, NotRun, PerformanceRecord
 
 
-def missed_gates(identifier: str, figures: EngineFigures, asked: PerformanceRecord) -> Iterator[Problem]:
-    """One problem for each gate and size that an engine misses.
+class Limits(Protocol):
+    """What figures have to hold, at every size; None is no gate.
 
-    A regression is found where the whole confidence interval of the slowdown lies above `max_regression`.
+    Attributes:
+        p99_ms: of the latency.
+        throughput_qps: queries a second; one batch is one query.
+        max_regression: share by which the median latency may exceed that of another engine.
     """
+
+    @property
+    def p99_ms(self) -> float | None: ...  # noqa: D102 - see the class
+    @property
+    def throughput_qps(self) -> float | None: ...  # noqa: D102
+    @property
+    def max_regression(self) -> float | None: ...  # noqa: D102
+
+
+def slow(place: str, p99_ms: float, qps: float, limits: Limits, *, steps: tuple[str, str]) -> Iterator[Problem]:
+    """One problem for each limit that figures miss, as NaN does. `steps` are what to do about p99 and about throughput."""
+    if limits.p99_ms is not None and not p99_ms <= limits.p99_ms:
+        yield Problem(
+            f"{place}: p99 latency is {p99_ms:.3f} ms, and p99_ms allows {limits.p99_ms:g}",
+            steps[0],
+            exit_code=PerformanceError.exit_code,
+        )
+    if limits.throughput_qps is not None and not qps >= limits.throughput_qps:
+        yield Problem(
+            f"{place}: {qps:.1f} queries a second, and throughput_qps asks for {limits.throughput_qps:g}",
+            steps[1],
+            exit_code=PerformanceError.exit_code,
+        )
+
+
+def slower(place: str, than: str, ratio: float, low: float, limits: Limits, *, step: str) -> Iterator[Problem]:
+    """A problem where the whole confidence interval of a slowdown, which begins at `low`, lies above `max_regression`."""
+    if limits.max_regression is not None and not low <= limits.max_regression:
+        yield Problem(
+            f"{place} is {ratio:.1%} slower than {than} (at least {low:.1%}), "
+            f"and max_regression allows {limits.max_regression:.1%}",
+            step,
+            exit_code=RegressionError.exit_code,
+        )
+
+
+def missed_gates(identifier: str, figures: EngineFigures, asked: PerformanceRecord) -> Iterator[Problem]:
+    """One problem for each gate of a spec and each size at which an engine misses it."""
+    steps = (
+        "try cuda_graph: true, a profile whose opt is this shape, or a lower precision",
+        "try a lower precision, or a smaller batch; one batch is one query",
+    )
+    anew = "build into an empty store: trtforge build SPEC --store NEW; a timing-driven build may choose other kernels"
     for point in figures.points:
         place = f"{identifier} at {sizes_text(point.sizes)}"
-        if asked.p99_ms is not None and not point.latency_ms.p99 <= asked.p99_ms:  # NaN misses it
-            yield Problem(
-                f"{place}: p99 latency is {point.latency_ms.p99:.3f} ms, and p99_ms allows {asked.p99_ms:g}",
-                "try cuda_graph: true, a profile whose opt is this shape, or a lower precision",
-                exit_code=PerformanceError.exit_code,
-            )
-        if asked.throughput_qps is not None and not point.throughput_qps >= asked.throughput_qps:
-            yield Problem(
-                f"{place}: {point.throughput_qps:.1f} queries a second, and throughput_qps asks for "
-                f"{asked.throughput_qps:g}",
-                "try a lower precision, or a smaller batch; one batch is one query",
-                exit_code=PerformanceError.exit_code,
-            )
-        slowdown = point.slowdown
-        if asked.max_regression is not None and slowdown and not slowdown.low <= asked.max_regression:
-            yield Problem(
-                f"{place} is {slowdown.ratio:.1%} slower than the previous engine (at least {slowdown.low:.1%}), "
-                f"and max_regression allows {asked.max_regression:.1%}",
-                "build into an empty store: trtforge build SPEC --store NEW; a timing-driven build may choose other kernels",
-                exit_code=RegressionError.exit_code,
-            )
+        yield from slow(place, point.latency_ms.p99, point.throughput_qps, asked, steps=steps)
+        if found := point.slowdown:
+            yield from slower(place, "the previous engine", found.ratio, found.low, asked, step=anew)
 
 
 def misses_of_kept(manifest: Manifest, built: Collection[str]) -> Iterator[Problem]:

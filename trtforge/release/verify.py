@@ -452,18 +452,24 @@ def _engine_checks(artifact: Artifact, record: EngineRecord | NotRun | None) -> 
         reason, next_step = (record.reason, record.next_step) if record else ("the manifest does not name it", "")
         yield Check(file, "parity", "not_checked", f"engine: {name} was not run: {reason}", next_step)
         return
-    if record.engine_digest != artifact.digest:
-        text = f"the engine that was run as {name} is another one, {record.engine_digest[:12]}"
+    if text := _of_another(artifact, record, "run"):
         yield _broken(file, "parity", text, _REBUILD)
-        return
-    if not _is_for(artifact, record.gpu):
-        yield _broken(file, "parity", f"{name} was run on {record.gpu}, and is for {artifact.target_gpu}", _REBUILD)
         return
     yield _parity_check(file, record.parity, f"engine: {name} {record.parity.reason} on {record.gpu}")
     if isinstance(record.accuracy, AccuracyRecord):
         yield _accuracy_check(file, record.accuracy, f"by {name} on {record.gpu}")
     if warning := silently_fp32(artifact.precision, record.layer_types):
         yield Check(file, "precision", "warning", f"{name}: {warning}", SEE_DECISIONS)
+
+
+def _of_another(artifact: Artifact, found: EngineRecord | EngineFigures, done: str) -> str:
+    """Why what was found by an engine that was `done` is not of this one; empty where it is."""
+    name = artifact.identifier
+    if found.engine_digest != artifact.digest:
+        return f"the engine that was {done} as {name} is another one, {found.engine_digest[:12]}"
+    if not _is_for(artifact, found.gpu):
+        return f"{name} was {done} on {found.gpu}, and is for {artifact.target_gpu}"
+    return ""
 
 
 def _is_for(artifact: Artifact, device_name: str) -> bool:
@@ -491,12 +497,7 @@ def _performance_checks(artifact: Artifact, asked: PerformanceRecord) -> Iterato
         )
         yield Check(file, "performance", "not_checked", f"{name} was not measured: {reason}", next_step)
         return
-    if figures.engine_digest != artifact.digest:
-        text = f"the figures of {name} are of another engine, {figures.engine_digest[:12]}"
-        yield _broken(file, "performance", text, _REBUILD)
-        return
-    if not _is_for(artifact, figures.gpu):
-        text = f"{name} was measured on {figures.gpu}, and is for {artifact.target_gpu}"
+    if text := _of_another(artifact, figures, "measured"):
         yield _broken(file, "performance", text, _REBUILD)
         return
     if unmeasured := _unmeasured(figures, asked):

@@ -17,15 +17,14 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """Median latency of the candidate over that of the reference, minus 1, with its confidence interval."""
+    """Median latency of the candidate over that of the reference, minus 1, with its confidence interval.
+
+    A candidate is slower by more than some share, beyond what chance explains, where `low` is above it.
+    """
 
     ratio: float
     low: float
     high: float
-
-    def exceeds(self, max_regression: float) -> bool:
-        """Whether the candidate is slower by more than this share, beyond what chance explains."""
-        return self.low > max_regression
 
 
 def slowdown(reference: Array, candidate: Array, *, seed: int = 0) -> Slowdown:

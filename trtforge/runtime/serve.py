@@ -17,7 +17,8 @@ from trtforge.errors import CapabilityError
 from trtforge.runtime.lane import Array, Lane, context_bytes
 from trtforge.runtime.queue import Batcher, Cell, Replay, replayed
 from trtforge.runtime.session import EngineSession
-from trtforge.runtime.sizes import Sizes, at_sizes
+from trtforge.runtime.sizes import at_sizes
+from trtforge.traffic.layout import Sizes
 
 RunBatch = Callable[[int, int], float]
 """(first, end) -> GPU milliseconds of the batch; the outputs are on the host when it returns."""

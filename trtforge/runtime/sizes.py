@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from trtforge.release.manifest import TensorRecord
 from trtforge.runtime.lane import Array
 from trtforge.runtime.session import EngineSession
-from trtforge.traffic.layout import Layout, layout_of
-from trtforge.types import Point, Profile, Shape, TensorSpec
-
-Sizes = Mapping[str, int]
-"""Symbol -> size; of an axis without a symbol, `input[axis]` -> size."""
+from trtforge.traffic.layout import Layout, Sizes, layout_of
+from trtforge.types import Profile, Shape, TensorSpec
 
 
 def layout(inputs: Iterable[TensorRecord]) -> Layout:
@@ -26,16 +23,6 @@ def shapes(inputs: Iterable[TensorRecord], sizes: Sizes) -> dict[str, Shape]:
     """Input name -> shape at these sizes."""
     known = layout(inputs)
     return known.shapes(sizes[name] for name in known.names)
-
-
-def profile_sizes(known: Layout, profile: Profile, point: Point) -> dict[str, int]:
-    """The sizes of a profile's min, opt or max, in the order of `known.names`."""
-    return {
-        dim: size
-        for name, axes in known.axes.items()
-        for dim, size in zip(axes, getattr(profile.shapes[name], point), strict=True)
-        if isinstance(dim, str)
-    }
 
 
 def generated(inputs: Iterable[TensorRecord], sizes: Sizes) -> dict[str, Array]:

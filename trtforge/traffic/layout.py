@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trtforge.types import Shape, TensorSpec
+from trtforge.profile_choice import profile_for
+from trtforge.types import Point, Profile, Shape, TensorSpec
+
+Sizes = Mapping[str, int]
+"""Name of an open size -> size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +47,38 @@ def layout_of(inputs: Iterable[TensorSpec]) -> Layout:
     first = {given[0] for given in axes.values() if any(isinstance(axis, str) for axis in given)}
     only = first.pop() if len(first) == 1 else None
     return Layout(axes, names, only if isinstance(only, str) else None)
+
+
+def profile_sizes(layout: Layout, profile: Profile, point: Point) -> dict[str, int]:
+    """The sizes of a profile's min, opt or max, in the order of `layout.names`."""
+    return {
+        dim: size
+        for name, axes in layout.axes.items()
+        for dim, size in zip(axes, getattr(profile.shapes[name], point), strict=True)
+        if isinstance(dim, str)
+    }
+
+
+def is_taken(layout: Layout, sizes: Sizes, profiles: Iterable[Profile]) -> bool:
+    """Whether some profile allows these sizes, of all names."""
+    return profile_for(layout.shapes(sizes[name] for name in layout.names), profiles) is not None
+
+
+def combinations(
+    layout: Layout, profiles: Sequence[Profile], asked: Mapping[str, Sequence[int]]
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """The sets of sizes to measure at, and those that lie in no profile.
+
+    Args:
+        layout: of the inputs.
+        profiles: of the engine.
+        asked: name -> sizes, which are combined; a name that is left out has the first profile's opt. Without any, the
+            opt of every profile.
+    """
+    opts = [profile_sizes(layout, profile, "opt") for profile in profiles]
+    if not asked:
+        return list({tuple(opt.items()): opt for opt in opts}.values()), []
+    rest = {name: size for name, size in (opts[0] if opts else {}).items() if name not in asked}
+    wanted = [dict(zip(asked, values, strict=True)) | rest for values in itertools.product(*asked.values())]
+    fitting = [sizes for sizes in wanted if is_taken(layout, sizes, profiles)]
+    return fitting, [sizes for sizes in wanted if sizes not in fitting]
