@@ -14,7 +14,7 @@ from trtforge.events import Event, Report
 from trtforge.prometheus import Gauge
 from trtforge.release.gates import sizes_text, slow, slower
 from trtforge.runtime.lane import Array, Lane
-from trtforge.runtime.measure import Spread, Switches, measure, remarks, spread
+from trtforge.runtime.measure import Spread, Switches, lanes_of, measure, remarks, spread
 from trtforge.runtime.regression import Slowdown, slowdown
 from trtforge.runtime.session import EngineSession
 from trtforge.runtime.sizes import at_sizes, layout
@@ -253,7 +253,7 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
     timings = measure(lanes, session.cuda, feeds, switches)
     notes = [
         f"the size of output '{name}' depends on the data; copying it is not in the latency"
-        for name in lanes[0].sized_by_data
+        for name in lanes[0][0].sized_by_data
         if switches.transfers
     ]
     return PointFigures(
@@ -273,9 +273,11 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
     )
 
 
-def _ready(session: EngineSession, sizes: Sizes, switches: Switches) -> tuple[Profile, list[Lane], dict[str, Array]]:
+def _ready(
+    session: EngineSession, sizes: Sizes, switches: Switches
+) -> tuple[Profile, list[tuple[Lane, ...]], dict[str, Array]]:
     profile, feeds = at_sizes(session, sizes)
-    return profile, [session.lane(profile, number) for number in range(switches.streams)], feeds
+    return profile, [lanes_of(session, profile, number, switches) for number in range(switches.streams)], feeds
 
 
 def _compared(reference: EngineSession, candidate: EngineSession, sizes: Sizes, switches: Switches) -> Slowdown:

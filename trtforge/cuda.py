@@ -81,6 +81,9 @@ class Cuda(Protocol):
     def wait_for(self, event: Any) -> None:
         """Waits until an event has happened."""
 
+    def hold(self, stream: int, event: Any) -> None:
+        """Lets what is put into a stream from now on wait for an event of another."""
+
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Milliseconds between two events that have happened."""
 
@@ -216,6 +219,9 @@ class _CudaPython:
     def wait_for(self, event: Any) -> None:
         self._call("cudaEventSynchronize", event)
 
+    def hold(self, stream: int, event: Any) -> None:
+        self._call("cudaStreamWaitEvent", stream, event, 0)
+
     def elapsed_ms(self, start: Any, end: Any) -> float:
         return float(self._call("cudaEventElapsedTime", start, end))
 
@@ -318,6 +324,9 @@ class _PyCuda:
 
     def wait_for(self, event: Any) -> None:
         self._call("cuEventSynchronize", event.synchronize)
+
+    def hold(self, stream: int, event: Any) -> None:
+        self._call("cuStreamWaitEvent", self._streams[stream].wait_for_event, event)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         return float(self._call("cuEventElapsedTime", start.time_till, end))

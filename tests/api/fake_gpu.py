@@ -119,6 +119,10 @@ class FakeCuda:
     def wait_for(self, event):
         assert event in self.live
 
+    def hold(self, stream, event):
+        assert stream in self.live
+        assert "at" in self.live[event][1], "a stream waits for an event that was never recorded"
+
     def elapsed_ms(self, start, end):
         return self.live[end][1]["at"] - self.live[start][1]["at"]
 
@@ -239,13 +243,17 @@ class Rig:
 
     def _set_address(self, context, name, address):
         assert address in self.cuda.live
+        assert name == "x" or not self.sized_by_data, "8.6 then asks the allocator for too little"
         return self._changed(context, addresses={**context.addresses, name: address})
 
     def _set_allocator(self, context, _name, allocator):
         return self._changed(context, allocator=allocator)
 
     def _shape(self, context, name):
-        return (-1, 8) if name == "y" and self.sized_by_data else context.shape
+        """Seen with 8.6: after a run, an output that is sized by the data has the sizes of that run."""
+        if name == "y" and self.sized_by_data:
+            return context.__dict__.get("found", (-1, 8))
+        return context.shape
 
     def _execute(self, context, _stream):
         changes = context.changes
@@ -274,4 +282,6 @@ class Rig:
         if not pointer:
             raise MemoryError
         allocator.notify_shape("y", y.shape)
+        if self.version.startswith("8"):
+            context.__dict__["found"] = y.shape
         return pointer

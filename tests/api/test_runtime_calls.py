@@ -44,7 +44,7 @@ from trtforge.release.manifest import (
     manifest_json,
 )
 from trtforge.runtime import session as session_module
-from trtforge.runtime.measure import Switches, measure
+from trtforge.runtime.measure import Switches, lanes_of, measure
 from trtforge.runtime.session import EngineSession
 
 H200 = GpuFacts(0, "NVIDIA H200", "H200", "sm90", 132, 150_000_000_000, "GPU-1")
@@ -247,7 +247,7 @@ def test_a_gpu_that_stops_is_told_of_once_and_everything_is_left(bundle):
     del result
     gc.collect()
     ends = [line for line in rig.trace if line.startswith("~") or line == "cuda.close"]
-    assert ends == ["~IExecutionContext"] * 3 + ["~ICudaEngine", "~Runtime", "cuda.close"]
+    assert ends == ["~IExecutionContext"] * 6 + ["~ICudaEngine", "~Runtime", "cuda.close"]
 
 
 def test_a_session_may_be_closed_twice(bundle):
@@ -408,8 +408,9 @@ def test_measuring_gives_its_events_back_and_counts_what_the_gpu_did(bundle, wit
     rig = bundle.rig("8.6.1")
 
     with EngineSession.open(bundle.path) as session:
-        lanes = [session.lane(session.profiles[0], number) for number in range(2)]
-        found = measure(lanes, session.cuda, {"x": X}, replace(QUICK, cuda_graph=with_graph))
+        switches = replace(QUICK, cuda_graph=with_graph, streams=2)
+        lanes = [lanes_of(session, session.profiles[0], number, switches) for number in range(2)]
+        found = measure(lanes, session.cuda, {"x": X}, switches)
         assert not [name for name, _ in rig.cuda.live.values() if name.startswith("event")]
 
     assert len(found.compute) >= 6
@@ -430,9 +431,43 @@ def test_events_made_before_one_that_fails_are_given_back(bundle):
 
     rig.cuda.event = event
     with pytest.raises(CapabilityError, match="no event"), EngineSession.open(bundle.path) as session:
-        measure([session.lane(session.profiles[0])], session.cuda, {"x": X}, QUICK)
+        measure([lanes_of(session, session.profiles[0], 0, QUICK)], session.cuda, {"x": X}, QUICK)
 
     assert ends_clean(rig)
+
+
+def count_starts(lane, under_way):
+    start = lane.enqueue
+    lane.enqueue = lambda: (under_way.append(under_way[-1] + 1), start())
+
+
+def test_copies_run_beside_the_compute_of_the_query_before(bundle):
+    rig = bundle.rig("8.6.1")
+    calls = []
+    with EngineSession.open(bundle.path) as session:
+        lanes = lanes_of(session, session.profiles[0], 0, QUICK)
+        for name in ("record", "hold", "to_device", "to_host"):
+            watch(rig.cuda, name, calls)
+        execute = lanes[0].stream
+        measure([lanes], session.cuda, {"x": X}, QUICK)
+
+    first, second = lanes
+    assert first.stream == second.stream != 0
+    names = [name for name, _ in calls]
+    begin = names.index("record")  # after both lanes were made ready
+    query = [
+        *("record", "to_device", "record", "hold", "record"),  # copy in; the compute waits for it
+        *("record", "hold", "record", "to_host", "record"),  # computed; the copy out waits for it
+    ]
+    assert names[begin : begin + 20] == query * 2
+    copies = {arguments[-1] for name, arguments in calls if name in ("to_device", "to_host")} - {execute}
+    assert len(copies) == 4  # two streams a lane, and none of them computes
+    assert execute in {arguments[0] for name, arguments in calls if name == "hold"}
+
+
+def watch(cuda, name, calls):
+    method = getattr(cuda, name)
+    setattr(cuda, name, lambda *arguments: (calls.append((name, arguments)), method(*arguments))[1])
 
 
 @pytest.mark.parametrize(("one_at_a_time", "most"), [(True, 1), (False, 2)])
@@ -441,13 +476,14 @@ def test_as_many_queries_are_under_way_as_asked(bundle, one_at_a_time, most):
     under_way = [0]
 
     with EngineSession.open(bundle.path) as session:
-        lane = session.lane(session.profiles[0])
-        start = lane.enqueue
-        lane.enqueue = lambda: (under_way.append(under_way[-1] + 1), start())
+        switches = replace(QUICK, one_at_a_time=one_at_a_time)
+        lanes = lanes_of(session, session.profiles[0], 0, switches)
+        for lane in lanes:
+            count_starts(lane, under_way)
         rig.cuda.wait_for = lambda _event: under_way.append(under_way[-1] - 1)
-        found = measure([lane], session.cuda, {"x": X}, replace(QUICK, one_at_a_time=one_at_a_time))
+        found = measure([lanes], session.cuda, {"x": X}, switches)
 
-    assert max(under_way) == most + 1  # one to make everything ready
+    assert max(under_way) == most + len(lanes)  # each ran once to make everything ready
     assert (found.response > found.enqueue).all()
 
 

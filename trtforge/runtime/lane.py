@@ -31,6 +31,9 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {
 """TensorRT's element types by name. Source: enum DataType of NvInferRuntimeBase.h, 8.6 to 11."""
 
 
+_SHOWN_LINES: Final = 5
+
+
 @dataclass(slots=True, eq=False)
 class _Memory:
     """A tensor's memory on both sides; it grows and never shrinks."""
@@ -47,13 +50,23 @@ class Lane:
         stream: in which everything happens.
     """
 
-    def __init__(self, trt: Any, engine: Any, cuda: Cuda, profile_index: int) -> None:
+    def __init__(
+        self, trt: Any, engine: Any, cuda: Cuda, profile_index: int, log: list[str], beside: Lane | None = None
+    ) -> None:
         """Makes a context.
+
+        Args:
+            trt: TensorRT's module.
+            engine: of it.
+            cuda: where memory and streams come from.
+            profile_index: of the engine's profiles.
+            log: lines of TensorRT's log, in which it says why it refuses.
+            beside: a lane whose stream this one shares, so that they compute by turns.
 
         Raises:
             CapabilityError: the GPU has no memory for it, or the engine allows no second context of a profile.
         """
-        self._trt, self._cuda = trt, cuda
+        self._trt, self._cuda, self._log = trt, cuda, log
         self._memory: dict[str, _Memory] = {}
         self._allocators: dict[str, Any] = {}
         self._shapes: dict[str, Shape] = {}
@@ -73,7 +86,8 @@ class Lane:
                 f"and {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB are free",
                 next_step="nvidia-smi  # shows what else uses the GPU",
             )
-        self.stream = cuda.stream()
+        self.stream: int = cuda.stream() if beside is None else beside.stream
+        self._owns_stream = beside is None
         if not self._context.set_optimization_profile_async(profile_index, self.stream):
             self.close()
             raise CapabilityError(
@@ -122,11 +136,11 @@ class Lane:
             self._set_output(name)
         self._is_ready = True
 
-    def copy_in(self) -> None:
-        """Puts the copies of all inputs to the GPU into the stream."""
+    def copy_in(self, stream: int | None = None) -> None:
+        """Puts the copies of all inputs to the GPU into the lane's stream, or another."""
         for name in self.input_names:
             if name not in self._on_host and 0 not in self._shapes[name]:
-                self._cuda.to_device(self._memory[name].device, self._part(name), self.stream)
+                self._cuda.to_device(self._memory[name].device, self._part(name), stream or self.stream)
 
     def enqueue(self) -> None:
         """Puts the engine into the stream.
@@ -134,18 +148,19 @@ class Lane:
         Raises:
             CapabilityError: TensorRT refused.
         """
+        self._log.clear()
         if self._context.execute_async_v3(self.stream):
             return
         for allocator in self._allocators.values():
             if allocator.error is not None:
                 raise allocator.error
-        raise CapabilityError("TensorRT did not start the engine", next_step="look at its log above")
+        raise self._refusal("TensorRT did not start the engine")
 
-    def copy_out(self) -> None:
-        """Puts the copies of all outputs of known size to the host into the stream."""
+    def copy_out(self, stream: int | None = None) -> None:
+        """Puts the copies of all outputs of known size to the host into the lane's stream, or another."""
         for name in self.output_names:
             if name not in self._on_host and name not in self._allocators and 0 not in self._shapes[name]:
-                self._cuda.to_host(self._part(name), self._memory[name].device, self.stream)
+                self._cuda.to_host(self._part(name), self._memory[name].device, stream or self.stream)
 
     def run(self, *, with_graph: bool = False) -> None:
         """Copies in, runs, copies out and waits. With `with_graph`, all of it as one recorded CUDA graph."""
@@ -179,10 +194,15 @@ class Lane:
             self._graphs[transfers] = self._recorded(transfers=transfers)
         return self._graphs[transfers]
 
+    def show(self, inspector: Any) -> None:
+        """Lets TensorRT's inspector see this context, without which it tells no types of open sizes."""
+        inspector.execution_context = self._context
+
     def close(self) -> None:
         """Gives graphs, context, memory and stream back, once the GPU is done with them."""
         with ExitStack() as steps:  # from the last one on; whatever one raises, the others follow
-            steps.callback(self._cuda.free_stream, self.stream)
+            if self._owns_stream:
+                steps.callback(self._cuda.free_stream, self.stream)
             for allocator in self._allocators.values():
                 steps.callback(allocator.close)
             for memory in self._memory.values():
@@ -227,14 +247,24 @@ class Lane:
         self._fill(name, array)
         self._set_address(name)
         if not self._context.set_input_shape(name, array.shape):
-            raise CapabilityError(
-                f"TensorRT does not take {list(array.shape)} for input '{name}'", next_step="look at its log above"
-            )
+            raise self._refusal(f"TensorRT does not take {list(array.shape)} for input '{name}'")
         self._shapes[name] = array.shape
+
+    def _refusal(self, what: str) -> CapabilityError:
+        """With TensorRT's own last words."""
+        if is_out_of_memory(self._log):
+            free, total = self._cuda.memory()
+            return CapabilityError(
+                f"{what}: {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB of GPU memory are free, and it needs more",
+                detail=self._log[-_SHOWN_LINES:],
+                next_step="nvidia-smi  # shows what else uses the GPU",
+            )
+        return CapabilityError(what, detail=self._log[-_SHOWN_LINES:], next_step="trtforge doctor")
 
     def _set_output(self, name: str) -> None:
         shape = tuple(self._context.get_tensor_shape(name))
-        if any(size < 0 for size in shape):
+        # After a run, 8.6 gives that run's sizes in place of -1.
+        if name in self._allocators or any(size < 0 for size in shape):
             if name not in self._allocators:
                 self._allocators[name] = _growing(self._trt, self._cuda)
                 self._context.set_output_allocator(name, self._allocators[name])
@@ -270,6 +300,11 @@ class Lane:
             return self._part(name).copy().view(self._types[name]).reshape(self._shapes[name])
         allocator, dtype = self._allocators[name], self._types[name]
         num_bytes = math.prod(allocator.shape) * dtype.itemsize
+        if num_bytes > allocator.size:
+            raise CapabilityError(
+                f"TensorRT asked for {allocator.size} bytes for output '{name}', and says it has {num_bytes}",
+                next_step="build with another TensorRT version, or give the output a size that is known beforehand",
+            )
         host = self._cuda.allocate_host(max(num_bytes, 1))
         try:
             if num_bytes:
@@ -278,6 +313,11 @@ class Lane:
             return host[:num_bytes].copy().view(dtype).reshape(allocator.shape)
         finally:
             self._cuda.free_host(host)
+
+
+def is_out_of_memory(log: list[str]) -> bool:
+    """Whether TensorRT says so in lines of its log."""
+    return any("out of memory" in line.lower() or "outofmemory" in line.lower() for line in log)
 
 
 def context_bytes(engine: Any) -> int:

@@ -1,8 +1,9 @@
 """Measures an engine with trtexec's definitions.
 
-latency = copy in + compute + copy out, between events in one stream; enqueue = host time until the GPU has the work;
-throughput = queries / time from the first query's start to the last one's end, after the warm-up. Beside these,
-response = the host's own time from before a query is started until its outputs are on the host.
+latency = copy in + compute + copy out, each between two events; enqueue = host time until the GPU has the work;
+throughput = queries / time from the first query's start to the last one's end, after the warm-up. Copies of a query
+overlap the compute of the one before, in streams of their own. Beside these, response = the host's own time from before
+a query is started until its outputs are on the host.
 
 Source: TensorRT, samples/common/sampleInference.cpp and sampleReporting.cpp.
 """
@@ -10,8 +11,8 @@ Source: TensorRT, samples/common/sampleInference.cpp and sampleReporting.cpp.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ import numpy as np
 from trtforge.cuda import Cuda
 from trtforge.errors import CapabilityError
 from trtforge.runtime.lane import Array, Lane
+from trtforge.runtime.session import EngineSession
+from trtforge.types import Profile
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 _UNSTABLE = 0.025
@@ -150,22 +153,44 @@ def remarks(timings: Timings, switches: Switches) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Query:
-    """Events of a query that is under way, and the host's time to start it."""
+    """A query that is under way, with the host's time to start it.
 
-    start: Any
-    copied_in: Any
-    computed: Any
-    end: Any
+    Attributes:
+        into, out: streams in which it is copied.
+        events: around copy in, compute and copy out, in this order.
+    """
+
+    lane: Lane
+    graph: Any
+    into: int
+    out: int
+    events: Sequence[Any]
     began: float = 0.0
     enqueue_ms: float = 0.0
     is_pending: bool = False
 
 
-def measure(lanes: Sequence[Lane], cuda: Cuda, feeds: Mapping[str, Array], switches: Switches) -> Timings:
+def lanes_of(session: EngineSession, profile: Profile, which: Hashable, switches: Switches) -> tuple[Lane, ...]:
+    """What one stream of `measure` needs: a lane for each query that is under way, whose copies overlap.
+
+    Without copies, or one query at a time, one lane does.
+
+    Raises:
+        CapabilityError: the GPU has no memory for it.
+    """
+    first = session.lane(profile, which)
+    if switches.one_at_a_time:
+        return (first,)
+    if not switches.transfers:
+        return (first,) * _DEPTH
+    return (first, *(session.lane(profile, (which, number), beside=first) for number in range(1, _DEPTH)))
+
+
+def measure(lanes: Sequence[Sequence[Lane]], cuda: Cuda, feeds: Mapping[str, Array], switches: Switches) -> Timings:
     """Runs the same inputs again and again, `switches.streams` queries at once.
 
     Args:
-        lanes: one for each stream, all in the profile that the inputs need.
+        lanes: `lanes_of` each stream, all in the profile that the inputs need.
         cuda: of the lanes.
         feeds: input name -> array.
         switches: how.
@@ -173,30 +198,52 @@ def measure(lanes: Sequence[Lane], cuda: Cuda, feeds: Mapping[str, Array], switc
     Raises:
         CapabilityError: an input is not taken, or the GPU stopped.
     """
-    for lane in lanes:
+    by_turns = [lane for place in zip(*lanes, strict=True) for lane in place]
+    different = list(dict.fromkeys(by_turns))
+    for lane in different:
         lane.prepare(feeds)
         lane.run()
-    graphs = [lane.graph(transfers=False) if switches.cuda_graph else None for lane in lanes]
-    pairs = list(zip(lanes, graphs, strict=True)) * (1 if switches.one_at_a_time else _DEPTH)
+    graphs = {lane: lane.graph(transfers=False) if switches.cuda_graph else None for lane in different}
+    with ExitStack() as made:
+        queries = []
+        for lane in by_turns:
+            into, out = _copy_streams(lane, cuda, switches, made)
+            events = _events(cuda, switches, made, in_one_stream=into == out)
+            queries.append(_Query(lane, graphs[lane], into, out, events))
+        return _measured(queries, cuda, switches)
+
+
+def _copy_streams(lane: Lane, cuda: Cuda, switches: Switches, made: ExitStack) -> tuple[int, int]:
+    if switches.one_at_a_time or not switches.transfers:
+        return lane.stream, lane.stream
+    streams = []
+    for _ in range(2):
+        streams.append(cuda.stream())
+        made.callback(_free, cuda.free_stream, streams[-1])
+    return streams[0], streams[1]
+
+
+def _events(cuda: Cuda, switches: Switches, made: ExitStack, *, in_one_stream: bool) -> list[Any]:
+    """Before and after copy in, compute and copy out; in one stream, each part begins where the last one ends."""
     events: list[Any] = []
-    try:
-        for _ in range(4 * len(pairs)):
-            events.append(cuda.event(spin=switches.spin_wait))  # noqa: PERF401 - those made before one fails count too
-        slots = [(*pair, _Query(*events[4 * place : 4 * place + 4])) for place, pair in enumerate(pairs)]
-        return _measured(slots, cuda, switches)
-    finally:
-        for event in events:
-            with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
-                cuda.free_event(event)
+    for _ in range(4 if in_one_stream else 6):
+        events.append(cuda.event(spin=switches.spin_wait))
+        made.callback(_free, cuda.free_event, events[-1])
+    return [events[place] for place in (0, 1, 1, 2, 2, 3)] if in_one_stream else events
 
 
-def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: Switches) -> Timings:
+def _free(free: Callable[[Any], None], thing: Any) -> None:
+    with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
+        free(thing)
+
+
+def _measured(queries: Sequence[_Query], cuda: Cuda, switches: Switches) -> Timings:
     rows: list[tuple[float, ...]] = []
     begin = time.perf_counter()
     warm = begin + switches.warm_up_ms / 1000
     first, last = None, begin
     while True:
-        for lane, graph, query in slots:
+        for query in queries:
             if query.is_pending:
                 last = _finish(query, cuda, rows, warm)
             now = time.perf_counter()
@@ -204,43 +251,45 @@ def _measured(slots: Sequence[tuple[Lane, Any, _Query]], cuda: Cuda, switches: S
                 continue
             first = now if first is None and now >= warm else first
             query.began = now
-            _start(lane, graph, query, cuda, switches)
-        if not any(query.is_pending for _, _, query in slots):
+            _start(query, cuda, transfers=switches.transfers)
+        if not any(query.is_pending for query in queries):
             break
     return timings_of(np.array(rows, np.float64).reshape(-1, 5), last - (first or begin))
 
 
-def _start(lane: Lane, graph: Any, query: _Query, cuda: Cuda, switches: Switches) -> None:
-    cuda.record(query.start, lane.stream)
-    if switches.transfers:
-        lane.copy_in()
-    cuda.record(query.copied_in, lane.stream)
+def _start(query: _Query, cuda: Cuda, *, transfers: bool) -> None:
+    lane = query.lane
+    copy, copied, start, computed, copy_back, end = query.events
+    cuda.record(copy, query.into)
+    if transfers:
+        lane.copy_in(query.into)
+    cuda.record(copied, query.into)
+    if query.into != lane.stream:
+        cuda.hold(lane.stream, copied)
+        cuda.record(start, lane.stream)
     before = time.perf_counter()
-    if graph is None:
+    if query.graph is None:
         lane.enqueue()
     else:
-        cuda.launch(graph, lane.stream)
+        cuda.launch(query.graph, lane.stream)
     query.enqueue_ms = (time.perf_counter() - before) * 1000
-    cuda.record(query.computed, lane.stream)
-    if switches.transfers:
-        lane.copy_out()
-    cuda.record(query.end, lane.stream)
+    cuda.record(computed, lane.stream)
+    if query.out != lane.stream:
+        cuda.hold(query.out, computed)
+        cuda.record(copy_back, query.out)
+    if transfers:
+        lane.copy_out(query.out)
+    cuda.record(end, query.out)
     query.is_pending = True
 
 
 def _finish(query: _Query, cuda: Cuda, rows: list[tuple[float, ...]], warm: float) -> float:
     """Waits for a query and notes its times, unless it began during the warm-up. Returns when it ended."""
-    cuda.wait_for(query.end)
+    copy, copied, start, computed, copy_back, end = query.events
+    cuda.wait_for(end)
     ended = time.perf_counter()
     query.is_pending = False
     if query.began >= warm:
-        rows.append(
-            (
-                cuda.elapsed_ms(query.start, query.copied_in),
-                cuda.elapsed_ms(query.copied_in, query.computed),
-                cuda.elapsed_ms(query.computed, query.end),
-                query.enqueue_ms,
-                (ended - query.began) * 1000,
-            )
-        )
+        parts = (cuda.elapsed_ms(*pair) for pair in ((copy, copied), (start, computed), (copy_back, end)))
+        rows.append((*parts, query.enqueue_ms, (ended - query.began) * 1000))
     return ended

@@ -31,10 +31,12 @@ from trtforge.machine import GpuFacts, machine_facts
 from trtforge.profile_choice import is_inside, profile_for
 from trtforge.release.later_versions import last_major, reaches, version_parts
 from trtforge.release.manifest import Artifact, Manifest, ProfileRecord, RangeRecord, read_manifest
-from trtforge.runtime.lane import Array, Lane
+from trtforge.runtime.lane import Array, Lane, is_out_of_memory
 from trtforge.types import Profile, ShapeRange
 
 _AMPERE: Final = 80
+_MOST_LINES: Final = 100
+"""Of TensorRT's log, the latest."""
 
 
 class EngineSession:
@@ -70,6 +72,7 @@ class EngineSession:
         self.tensorrt = f"{name} {trt.__version__}"
         self.profiles = tuple(_profile(record) for record in artifact.profiles)
         self._lanes: dict[tuple[str, Hashable], Lane] = {}
+        self._log: list[str] = []
         self.engine: Any = None
         self._runtime: Any = None
         self._closing = ExitStack()  # from the last one on; whatever one raises, the others follow
@@ -125,14 +128,14 @@ class EngineSession:
 
     def _load(self, path: Path, plugins: Sequence[Path], *, allow_host_code: bool) -> None:
         data = _checked_bytes(path, self.artifact)
-        log = _log(self._trt)
+        log = _log(self._trt, self._log)
         _load_plugins(self._trt, log, plugins, self.artifact)
         try:
             self._runtime = self._trt.Runtime(log)
         except TypeError as error:  # how the bindings say that TensorRT gave none
             raise CapabilityError(
                 f"TensorRT {self._trt.__version__} does not start here",
-                detail=log.lines[-5:],
+                detail=self._log[-5:],
                 next_step="trtforge doctor",
             ) from error
         if allow_host_code:
@@ -141,7 +144,7 @@ class EngineSession:
         self.engine = self._runtime.deserialize_cuda_engine(data)
         self._free_bytes = self.cuda.memory()[0]
         if self.engine is None:
-            raise _not_loaded(self.artifact, f"TensorRT {self._trt.__version__}", log.lines, (before, total))
+            raise _not_loaded(self.artifact, f"TensorRT {self._trt.__version__}", self._log, (before, total))
         self.engine_bytes = max(before - self._free_bytes, 0)
 
     @property
@@ -150,10 +153,16 @@ class EngineSession:
         return max(self._free_bytes - self.cuda.memory()[0], 0)
 
     def layers_json(self) -> str:
-        """The engine's layers as TensorRT's inspector tells them, in JSON; none of them where the runtime has no inspector."""
+        """The engine's layers as TensorRT's inspector tells them, in JSON; none of them where the runtime has no inspector.
+
+        Types of tensors of open sizes are told only after a run.
+        """
         if not hasattr(self._trt, "EngineInspector"):
             return '{"Layers": []}'
-        text: str = self.engine.create_engine_inspector().get_engine_information(self._trt.LayerInformationFormat.JSON)
+        inspector = self.engine.create_engine_inspector()
+        for lane in self._lanes.values():
+            lane.show(inspector)
+        text: str = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
         return text
 
     def __enter__(self) -> Self:
@@ -177,15 +186,15 @@ class EngineSession:
         self.engine = None  # before its runtime
         self._runtime = None
 
-    def lane(self, profile: Profile, which: Hashable = 0) -> Lane:
-        """The context of a profile; every other `which` is another, independent one.
+    def lane(self, profile: Profile, which: Hashable = 0, *, beside: Lane | None = None) -> Lane:
+        """The context of a profile; every other `which` is another one, independent, or computing by turns with `beside`.
 
         Raises:
             CapabilityError: the GPU has no memory for it.
         """
         key = (profile.name, which)
         if key not in self._lanes:
-            self._lanes[key] = Lane(self._trt, self.engine, self.cuda, self.profiles.index(profile))
+            self._lanes[key] = Lane(self._trt, self.engine, self.cuda, self.profiles.index(profile), self._log, beside)
             self._closing.callback(self._lanes[key].close)
         return self._lanes[key]
 
@@ -343,7 +352,7 @@ def _load_plugins(trt: Any, log: Any, plugins: Sequence[Path], artifact: Artifac
 
 def _not_loaded(artifact: Artifact, who: str, log: list[str], memory: tuple[int, int]) -> TrtForgeError:
     free, total = memory
-    if any("out of memory" in line.lower() or "outofmemory" in line.lower() for line in log):
+    if is_out_of_memory(log):
         return CapabilityError(
             f"{artifact.file} needs at least {artifact.size_bytes / 2**20:.1f} MiB of GPU memory, and {free / 2**20:.1f} "
             f"MiB of {total / 2**20:.1f} MiB are free",
@@ -368,9 +377,10 @@ def _artifact(manifest: Manifest, gpu: GpuFacts, identifier: str | None, manifes
             where=Where(manifest_path),
             next_step=f"name '{meant}'" if meant else f"name one of: {', '.join(names)}",
         )
-    fitting = [entry for entry in manifest.artifacts if entry.compute_capability == gpu.compute_capability]
+    fitting = [entry for entry in manifest.artifacts if _is_for_gpu(entry, gpu)]
     exact = [entry for entry in fitting if gpu.model and entry.target_gpu.upper() == gpu.model.upper()]
-    found = exact or fitting
+    same = [entry for entry in fitting if entry.compute_capability == gpu.compute_capability]
+    found = exact or same or fitting
     if len(found) == 1:
         return found[0]
     text = f"{len(found)} engines for {gpu.device_name} ({gpu.compute_capability})"
@@ -387,10 +397,7 @@ def _refuse_other_machine(
     """What must agree before TensorRT sees an engine; what may differ is returned as warnings."""
     problems = []
     code = CapabilityError.exit_code
-    # Source: TensorRT documentation, "Hardware Compatibility": ampere_plus runs on all from compute capability 8.0 on.
-    is_ampere_plus = artifact.settings.get("hardware_compatibility") == "ampere_plus"
-    is_fit = is_ampere_plus and compute_capability_number(gpu.compute_capability) >= _AMPERE
-    if artifact.compute_capability != gpu.compute_capability and not is_fit:
+    if not _is_for_gpu(artifact, gpu):
         text = f"{artifact.identifier} is for {artifact.compute_capability}, and {gpu.device_name} is "
         problems.append(
             Problem(
@@ -421,6 +428,17 @@ def _refuse_other_machine(
     return ()
 
 
+def _is_for_gpu(artifact: Artifact, gpu: GpuFacts) -> bool:
+    """By compute capability.
+
+    Source: TensorRT documentation, "Hardware Compatibility": ampere_plus runs on all from compute capability 8.0 on.
+    """
+    is_ampere_plus = artifact.settings.get("hardware_compatibility") == "ampere_plus"
+    if is_ampere_plus and compute_capability_number(gpu.compute_capability) >= _AMPERE:
+        return True
+    return artifact.compute_capability == gpu.compute_capability
+
+
 def _is_for_version(artifact: Artifact, version: str) -> bool:
     built, found = version_parts(artifact.backend_version), version_parts(version)
     is_same = built[: len(found)][:3] == found[:3]
@@ -445,15 +463,15 @@ def _checked_bytes(path: Path, artifact: Artifact) -> bytes:
     return data
 
 
-def _log(trt: Any) -> Any:
+def _log(trt: Any, lines: list[str]) -> Any:
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.lines: list[str] = []
 
         def log(self, severity: Any, text: str) -> None:
             if severity.name in ("INTERNAL_ERROR", "ERROR", "WARNING"):
-                self.lines.append(f"{severity.name}: {text}")
+                lines.append(f"{severity.name}: {text}")
+                del lines[:-_MOST_LINES]
 
     return Log()
 
