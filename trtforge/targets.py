@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 
-from trtforge.backends.capabilities import Capability, capability, newest_version
+from trtforge.backends.capabilities import Capability, capability, newest_version, version_numbers
 from trtforge.backends.refusals import target_compute_capability
 from trtforge.errors import CapabilityError, Problem, SeveralErrors
 from trtforge.gpu_models import gpu_model
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.spec.load import SpecFile
-from trtforge.spec.model import Target
+from trtforge.spec.model import BuilderSettings, Target
 from trtforge.types import BuildUnit, Graph, Profile
+
+_TIMING_ITERATIONS = 8
+"""Tactics are chosen by time, and TensorRT's own default, 1, leaves the choice to noise.
+
+Source: --avgTiming of samples/common/sampleOptions.h.
+"""
+_FIRST_STRONG = (10,)
+"""First version of TensorRT whose types bind."""
 
 _INSTALL = {"tensorrt_rtx": "pip install 'trtforge[rtx]'", "tensorrt": "pip install 'trtforge[gpu-wheels]'"}
 
@@ -108,10 +116,25 @@ def unit_of(
         compute_capability=target_compute_capability(target.backend, gpu),
         precision=precision,
         tf32=spec.precision.tf32,
-        settings=asdict(spec.builder),
+        settings=_settings(spec.builder, target.backend, version, precision),
         graph_digest=graph.digest,
         profiles=profiles,
     )
+
+
+def _settings(builder: BuilderSettings, backend: str, version: str, precision: str) -> dict[str, object]:
+    """What the builder is told, where the spec leaves it to trtforge.
+
+    Engines in lower types by a weakly typed TensorRT tell all, as their types are told in no other way.
+    """
+    settings = asdict(builder)
+    if backend != "tensorrt":
+        return settings
+    settings["avg_timing_iterations"] = settings["avg_timing_iterations"] or _TIMING_ITERATIONS
+    is_weak = version_numbers(version) < _FIRST_STRONG
+    if is_weak and precision != "fp32" and settings["profiling_verbosity"] == "layer_names_only":
+        settings["profiling_verbosity"] = "detailed"
+    return settings
 
 
 def _precision_tag(graph: Graph) -> str:

@@ -81,9 +81,10 @@ ALL_SETTINGS = {
     "version_compatible": True,
     "hardware_compatibility": "ampere_plus",
     "max_aux_streams": 2,
+    "avg_timing_iterations": 2,
     "tactic_sources": ("edge_mask_convolutions", "jit_convolutions"),
 }
-PLAIN = {"optimization_level": 3, "profiling_verbosity": "layer_names_only"}
+PLAIN = {"optimization_level": 3, "profiling_verbosity": "detailed"}
 X = {"x": ShapeRange((1, 4), (8, 4), (32, 4))}
 TYPED_PROFILE = (Profile("default", X),)
 DYNAMIC_PROFILES = tuple(

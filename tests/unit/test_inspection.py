@@ -136,3 +136,22 @@ def test_tactics_are_names_else_numbers_and_those_of_layers_that_tell_one():
     ]
 
     assert layer_tactics(json.dumps({"Layers": layers})) == {"a": "sm80_xmma_gemm", "b": "0x00000000000003e8"}
+
+
+@pytest.mark.parametrize(
+    ("told", "weights", "swallowed"), [("N/A", "Half", True), ("N/A", "Float", False), ("Float", "Half", False)]
+)
+def test_weights_tell_of_a_fused_node_where_its_tensors_do_not(told, weights, swallowed):
+    layer = {
+        "Name": "conv + relu",
+        "LayerType": "x",
+        "Inputs": [],
+        "Outputs": [{"Name": "y", "Format/Datatype": told}],
+        "Weights": {"Type": weights},
+        "Metadata": "[ONNX Layer: conv]\x1e[ONNX Layer: relu]",
+    }
+
+    found = islands(engine_layers(json.dumps({"Layers": [layer]})), {"y": "relu", "z": "elsewhere"})
+
+    assert found.swallowed == ({"relu": "weights are float16 in 'conv + relu'"} if swallowed else {})
+    assert "elsewhere" in found.hidden

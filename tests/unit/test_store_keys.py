@@ -145,6 +145,7 @@ def test_a_declared_range_changes_the_profile_check_alone(base):
 
 OTHER_SETTINGS = {
     "optimization_level": 5,
+    "avg_timing_iterations": 2,
     "workspace_mib": 64,
     "profiling_verbosity": "detailed",
     "sparse_weights": True,

@@ -18,7 +18,7 @@ def words(version, *, profiles=1, tf32=True, nodes=(), **changes):
         "calibration": None,
         "network_flags": (),
         "flags": {"TF32": tf32},
-        "numbers": {"builder_optimization_level": 3},
+        "numbers": {"builder_optimization_level": 3, "avg_timing_iterations": 8},
         "memory_pools": {},
         "enums": {"profiling_verbosity": ("ProfilingVerbosity", "NONE")},
         "preview_features": (),
@@ -37,7 +37,8 @@ SHAPES = ["--minShapes=x:1x3", "--optShapes=x:4x3", "--maxShapes=x:8x3"]
 
 
 def test_the_least():
-    assert words("10.9.0.34") == [*BASE, *SHAPES, "--builderOptimizationLevel=3", "--profilingVerbosity=none"]
+    settings = ["--builderOptimizationLevel=3", "--avgTiming=8", "--profilingVerbosity=none"]
+    assert words("10.9.0.34") == [*BASE, *SHAPES, *settings]
 
 
 def test_several_profiles_are_numbered_and_values_are_shapes():

@@ -354,6 +354,7 @@ _RTX_1_7 = Capability(
         "strip_weights": _RTX_CPU_ONLY,
         "version_compatible": f"{_RTX} engines run on the {_RTX} release that built them, and it ships no lean runtime",
         "hardware_compatibility": f"{_RTX} ignores it; name several compute capabilities under gpus instead",
+        "avg_timing_iterations": f"{_RTX} measures nothing while it builds; kernels are chosen where the engine runs",
         "record_tactics": f"{_RTX} measures nothing while it builds; kernels are chosen where the engine runs",
         "tactic_sources=cublas": f"{_RTX} has no cuBLAS kernels",
         "tactic_sources=cublas_lt": f"{_RTX} has no cuBLAS kernels",

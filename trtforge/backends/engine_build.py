@@ -37,9 +37,9 @@ def base_request(unit: BuildUnit, graph: Graph, engine_path: Path, *, install: s
     settings = unit.settings
     row = capability(unit.backend, unit.backend_version)
     roles = {role.name: role.kind for role in graph.roles}
-    workspace, streams = settings.get("workspace_mib"), settings.get("max_aux_streams")
+    workspace = settings.get("workspace_mib")
     sources = settings.get("tactic_sources")
-    numbers = {"builder_optimization_level": settings["optimization_level"]}
+    counts = {name: settings.get(name) for name in ("avg_timing_iterations", "max_aux_streams")}
     enums = {"profiling_verbosity": ("ProfilingVerbosity", str(settings["profiling_verbosity"]).upper())}
     level = settings.get("hardware_compatibility", "none")
     if level != "none":
@@ -64,7 +64,10 @@ def base_request(unit: BuildUnit, graph: Graph, engine_path: Path, *, install: s
         "compute_capability": None,
         # A flag that is off is not named: older versions lack some of them. TF32 is on unless cleared.
         "flags": {"TF32": unit.tf32} | {flag: True for name, flag in FLAG_SETTINGS.items() if settings.get(name)},
-        "numbers": numbers | ({} if streams is None else {"max_aux_streams": streams}),
+        "numbers": {
+            "builder_optimization_level": settings["optimization_level"],
+            **{name: count for name, count in counts.items() if count is not None},
+        },
         "enums": enums,
         "preview_features": row.preview_features,
         "memory_pools": {} if workspace is None else {"WORKSPACE": int(str(workspace)) * _MIB},

@@ -110,7 +110,7 @@ class Islands:
     Attributes:
         kept: nodes with a tensor that the engine has in FP32, and none in a lower type.
         swallowed: node -> the engine's layer and type that says so.
-        hidden: nodes inside a fused layer, of whose tensors the engine tells nothing.
+        hidden: nodes of which the engine tells no type.
     """
 
     kept: tuple[str, ...]
@@ -126,7 +126,10 @@ def islands(layers: Iterable[EngineLayer], float32: Mapping[str, str]) -> Island
         float32: tensor -> the node that computes it, for all that the graph has in FP32.
     """
     found: dict[str, tuple[str, str]] = {}
+    weights: dict[str, str] = {}
     for layer in layers:
+        if layer.weights not in ("", "float32"):
+            weights |= dict.fromkeys(layer.nodes, f"weights are {layer.weights} in '{layer.name}'")
         for name, element_type in (*layer.inputs.items(), *layer.outputs.items()):
             if name in float32 and element_type:
                 # A layer may read a copy in another type of a tensor that was computed in FP32.
@@ -138,8 +141,10 @@ def islands(layers: Iterable[EngineLayer], float32: Mapping[str, str]) -> Island
         for name, (element_type, layer) in found.items()
         if element_type != "float32"
     }
-    seen = {float32[name] for name in found} - swallowed.keys()
     nodes = dict.fromkeys(float32.values())
+    told = {float32[name] for name in found}
+    swallowed |= {node: weights[node] for node in nodes if node in weights and node not in told}
+    seen = told - swallowed.keys()
     return Islands(
         tuple(node for node in nodes if node in seen),
         swallowed,

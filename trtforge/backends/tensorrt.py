@@ -7,14 +7,14 @@ types, nodes that the user keeps in FP32 are bound to it, and the finished engin
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from trtforge.backends.capabilities import capability, version_numbers
 from trtforge.backends.engine_build import FLAG_SETTINGS, base_request, refuse_settings, run_build
-from trtforge.backends.inspection import Islands, engine_layers, islands, layer_tactics
+from trtforge.backends.inspection import EngineLayer, Islands, engine_layers, islands, layer_tactics
 from trtforge.backends.surroundings import NOTHING_AROUND, CalibrationBatches, Recorded, Surroundings
 from trtforge.backends.trtexec import trtexec_command
 from trtforge.backends.worker_process import BuildEvent, Transcript
@@ -27,7 +27,7 @@ NAME: Final = "tensorrt"
 _APPLIED: Final = frozenset(
     (
         *(*FLAG_SETTINGS, "optimization_level", "workspace_mib", "profiling_verbosity", "hardware_compatibility"),
-        *("max_aux_streams", "tactic_sources"),
+        *("avg_timing_iterations", "max_aux_streams", "tactic_sources"),
     )
 )
 _CALIBRATORS: Final = {
@@ -68,23 +68,21 @@ def build(
     if around.calibration_cache:
         request["network_flags"] = _weakly_typed(unit)
         request["calibration"] = _calibration(around.calibration_cache, around.calibration_batches)
-    float32 = _allow_types(request, unit, graph, around)
+    tensors = _allow_types(request, unit, graph, around)
+    float32 = {name: node for name, node in tensors.items() if request["bound_tensors"].get(name)}
     inspection_path = work_dir / f"{unit.identifier}.inspection.json"
-    if float32:
-        # The engine tells the types of its tensors only in this mode. It changes what is told, not what is built.
-        request["enums"]["profiling_verbosity"] = ("ProfilingVerbosity", "DETAILED")
     is_recorded = around.timing_record is not None or around.recorded is not None
     tells_tactics = is_recorded and unit.settings["profiling_verbosity"] == "detailed"
-    if float32 or tells_tactics:
+    if tensors or tells_tactics:
         request["inspection_path"] = str(inspection_path.absolute())
     notes: list[str] = []
     tactics: dict[str, str] = {}
 
     def check(path: Path, _said: Transcript) -> None:
         _check_header(path, unit)
-        text = inspection_path.read_text(encoding="utf-8") if float32 or tells_tactics else ""
-        if float32:
-            notes.append(_kept(unit, islands(engine_layers(text), float32)))
+        text = inspection_path.read_text(encoding="utf-8") if tensors or tells_tactics else ""
+        if tensors:
+            notes.extend(_float32_parts(unit, engine_layers(text), tensors, float32))
         if tells_tactics:
             tactics.update(layer_tactics(text))
             _compare_tactics(unit, tactics, around.recorded)
@@ -192,7 +190,10 @@ def _allow_types(request: dict[str, Any], unit: BuildUnit, graph: Graph, around:
     engine's parity to judge.
 
     Returns:
-        Tensor -> node, for all that the engine has to keep in FP32.
+        Tensor -> node, of all that a lowered graph has in FP32 and that the engine can be asked about.
+
+    Raises:
+        CapabilityError: the engine shall keep nodes in FP32 and tell nothing of its layers.
     """
     implicit = request["calibration"] is not None
     if not _is_weak(unit) and not implicit:
@@ -200,23 +201,49 @@ def _allow_types(request: dict[str, Any], unit: BuildUnit, graph: Graph, around:
     is_lowered = any(name in graph.element_types for name in _LOW)
     allowed = {"FP16": is_lowered or around.rest_fp16, "INT8": graph.has_qdq or implicit}
     request["flags"] |= {flag: True for flag, on in allowed.items() if on}
-    if not is_lowered or not around.keep_fp32:
+    is_told = unit.settings["profiling_verbosity"] == "detailed"
+    if not is_lowered or not (is_told or around.keep_fp32):
         return {}
     from trtforge.backends.weak_typing import float32_tensors  # noqa: PLC0415 - loads onnx, which few builds need
 
-    tensors = {
-        name: node if any(fnmatch.fnmatchcase(node, pattern) for pattern in around.keep_fp32) else ""
-        for name, node in float32_tensors(graph.path).items()
+    tensors = float32_tensors(graph.path)
+    bound = {
+        name: any(fnmatch.fnmatchcase(node, pattern) for pattern in around.keep_fp32 if node)
+        for name, node in tensors.items()
     }
-    request["bound_tensors"] = {name: bool(node) for name, node in tensors.items()}
-    float32 = {name: node for name, node in tensors.items() if node}
-    if float32:
+    if any(bound.values()):
+        if not is_told:
+            raise CapabilityError(
+                f"{unit.identifier}: whether precision.keep.fp32 holds cannot be told of an engine that tells no types",
+                next_step="write builder: {profiling_verbosity: detailed}",
+            )
+        request["bound_tensors"] = bound
         request["flags"]["OBEY_PRECISION_CONSTRAINTS"] = True
-    return float32
+    return {name: node for name, node in tensors.items() if node}
+
+
+def _float32_parts(
+    unit: BuildUnit, layers: Sequence[EngineLayer], tensors: Mapping[str, str], bound: Mapping[str, str]
+) -> Iterator[str]:
+    """Sentences on what became of the FP32 parts.
+
+    Raises:
+        BuildError: some that are bound run in a lower type.
+    """
+    if bound:
+        yield _kept(unit, islands(layers, bound))
+    kept = set(bound.values())
+    free = islands(layers, {name: node for name, node in tensors.items() if node not in kept})
+    if lowered := free.swallowed:
+        shown = ", ".join(f"'{node}'" for node in list(lowered)[:3]) + (" and others" if len(lowered) > 3 else "")  # noqa: PLR2004
+        yield (
+            f"{len(lowered)} nodes that the graph has in FP32 run in a lower type, as types do not bind in TensorRT "
+            f"{unit.backend_version}: {shown}"
+        )
 
 
 def _kept(unit: BuildUnit, found: Islands) -> str:
-    """A sentence on what became of the FP32 parts.
+    """A sentence on what became of the parts bound to FP32.
 
     Raises:
         BuildError: some run in a lower type.
@@ -232,7 +259,7 @@ def _kept(unit: BuildUnit, found: Islands) -> str:
         )
     return (
         f"of {len(found.kept) + len(found.hidden)} nodes bound to FP32 the engine shows {len(found.kept)} in FP32; "
-        f"{len(found.hidden)} are inside fused layers"
+        f"of {len(found.hidden)} it tells no type"
     )
 
 

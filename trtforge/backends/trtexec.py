@@ -77,8 +77,9 @@ def _settings(unit: BuildUnit, request: Mapping[str, Any]) -> Iterator[str]:
         yield "--noTF32"
     yield from (option for flag, option in _FLAGS.items() if request["flags"].get(flag))
     yield f"--builderOptimizationLevel={request['numbers']['builder_optimization_level']}"
-    if "max_aux_streams" in request["numbers"]:
-        yield f"--maxAuxStreams={request['numbers']['max_aux_streams']}"
+    for name, option in (("avg_timing_iterations", "avgTiming"), ("max_aux_streams", "maxAuxStreams")):
+        if name in request["numbers"]:
+            yield f"--{option}={request['numbers'][name]}"
     if "WORKSPACE" in request["memory_pools"]:
         yield f"--memPoolSize=workspace:{request['memory_pools']['WORKSPACE'] // _MIB}"
     yield f"--profilingVerbosity={request['enums']['profiling_verbosity'][1].lower()}"

@@ -369,6 +369,8 @@ class BuilderSettings:
 
     optimization_level: Annotated[int, Field(ge=0, le=5), BeforeValidator(_size)] = 3
     """0 builds fastest, 5 searches longest."""
+    avg_timing_iterations: Annotated[int, Field(ge=1, le=1000), BeforeValidator(_size)] | None = None
+    """How often each kernel is timed; without it 8 times with TensorRT, as trtexec does."""
     workspace_mib: Mebibytes | None = None
     """Limit of scratch memory in MiB; without it, the GPU's whole memory."""
     profiling_verbosity: Literal["layer_names_only", "none", "detailed"] = "layer_names_only"

@@ -165,8 +165,33 @@ def _inspect(trt: Any, logger: Any, engine: Any, request: Json) -> None:
     if loaded is None:
         raise Refused({"kind": "no_engine", "stage": "load for inspection", "lines": []})
     inspector = loaded.create_engine_inspector()
+    memory = _set_shapes(loaded, inspector, request["profiles"])
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     write_whole(Path(request["inspection_path"]), memoryview(text.encode()), "layer information")
+    del memory
+
+
+def _set_shapes(engine: Any, inspector: Any, profiles: list[Json]) -> list[Any]:
+    """Lets the inspector see a context at the first profile's opt; without one it tells no types of open sizes.
+
+    Returns:
+        What has to live until it was asked: values of inputs that hold sizes.
+
+    Source: IEngineInspector::setExecutionContext of NvInferRuntime.h
+    """
+    context = engine.create_execution_context() if profiles else None
+    if context is None:  # no memory for it: the engine is good, and its types stay untold
+        return []
+    memory: list[Any] = [context]
+    for name, (_, opt, _) in profiles[0]["shapes"].items():
+        context.set_input_shape(name, opt)
+    for name, (_, opt, _) in profiles[0]["values"].items():
+        kind = ctypes.c_int64 if engine.get_tensor_dtype(name).name == "INT64" else ctypes.c_int32
+        memory.append((kind * len(opt))(*opt))
+        context.set_tensor_address(name, ctypes.addressof(memory[-1]))
+    context.infer_shapes()
+    inspector.execution_context = context
+    return memory
 
 
 def _peak_memory_bytes() -> int:

@@ -124,8 +124,11 @@ def _build(builder, network, config):
     return b"ftrt" + bytes(20) + bytes((major, minor, patch, 0)) + bytes(36)
 
 
-def _information(_inspector, _format):
+def _information(inspector, _format):
+    """Like the real one, it tells no types of open sizes without a context that has shapes."""
     network, config = stand_in.last
+    context = inspector.__dict__.get("execution_context")
+    is_told = all(-1 not in tensor.shape or (context and tensor.name in context.sizes) for tensor in network.inputs)
     low = "FP16" if "FP16" in config.on else "FP32"
     swallowed = os.environ.get("STAND_IN_SWALLOW")
 
@@ -134,7 +137,9 @@ def _information(_inspector, _format):
         return {
             "Name": tensor.name,
             "Dimensions": [1],
-            "Format/Datatype": f"Row major linear {'FP32' if bound else low}",
+            "Format/Datatype": f"Row major linear {'FP32' if bound else low}"
+            if is_told
+            else "N/A due to dynamic shapes",
         }
 
     return json.dumps(
@@ -234,6 +239,9 @@ _METHODS = {
     "ITimingCache.query": _query,
     "TimingCacheKey.__str__": lambda key: key.text,
     "Runtime.deserialize_cuda_engine": lambda _runtime, _data: stand_in.make("ICudaEngine"),
+    "ICudaEngine.create_execution_context": lambda _engine: stand_in.make("IExecutionContext", sizes={}),
+    "IExecutionContext.infer_shapes": lambda _context: [],
+    "IExecutionContext.set_input_shape": lambda context, name, shape: context.sizes.update({name: shape}) or True,
     "ICudaEngine.create_engine_inspector": lambda _engine: stand_in.make("EngineInspector"),
     "EngineInspector.get_engine_information": _information,
 }
