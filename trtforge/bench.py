@@ -240,12 +240,18 @@ def gauges(figures: Figures) -> Iterator[Gauge]:
     """The figures for Prometheus."""
     for point in figures.points:
         labels = {"engine": figures.identifier, "gpu": figures.gpu, "profile": point.profile}
-        labels |= {"sizes": sizes_text(point.sizes)}
+        labels |= {"sizes": sizes_text(point.sizes), **_switch_labels(figures.switches)}
         for kind in ("latency", "compute", "response"):
             times: Spread = getattr(point, kind)
             for share in (50, 99):
                 yield Gauge(f"trtforge_{kind}_p{share}_seconds", labels, times.percentiles[share] / 1000)
         yield Gauge("trtforge_throughput_queries_per_second", labels, point.throughput_qps)
+
+
+def _switch_labels(switches: Switches) -> dict[str, str]:
+    """Without these, figures of two runs would be one series."""
+    names = ("cuda_graph", "transfers", "one_at_a_time")
+    return {name: str(getattr(switches, name)).lower() for name in names} | {"streams": str(switches.streams)}
 
 
 def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) -> PointFigures:

@@ -14,6 +14,7 @@ from trtforge import quality
 from trtforge.backends.inspection import engine_layers
 from trtforge.errors import IntegrityError, ParityError, Problem, SpecError, Where, shown_path
 from trtforge.events import Event
+from trtforge.evidence import lowered_before
 from trtforge.parity.accuracy import AccuracyReport
 from trtforge.parity.report import ParityReport, lines
 from trtforge.parity.staged import OnnxRunner, compare_stage
@@ -110,6 +111,7 @@ def prove_engine(
         cuda_library=cuda_library,
         device=device,
         plugins=plan.spec_file.spec.plugins,
+        models=tuple(filter(None, (plan.graph, lowered_before(plan, run)))),
         runtime=runtime,
         allow_host_code=allow_host_code,
     ) as session:

@@ -26,7 +26,7 @@ from trtforge.release.manifest import (
 from trtforge.run import Run
 from trtforge.shapes.points import PointCheck
 from trtforge.spec.load import SpecFile
-from trtforge.store import StageKey
+from trtforge.store import Record, StageKey, Store
 from trtforge.types import Graph
 
 if TYPE_CHECKING:
@@ -243,6 +243,16 @@ def _lowered(
         return plain, files
 
     record = run.stages.run("lower", key, compute, lambda plain: tuple(plain["notes"]))
+    return _stored_graph(plan, record, store), tuple(LoweringDecision(**entry) for entry in record.result["kept"])
+
+
+def lowered_before(plan: Plan, run: Run) -> Graph | None:
+    """The graph in the asked type, where the store has it."""
+    record = plan.lower_key and run.stages.store.find(plan.lower_key)
+    return _stored_graph(plan, record, run.stages.store) if record else None
+
+
+def _stored_graph(plan: Plan, record: Record, store: Store) -> Graph:
     path, weights_dir = store.blob_path(record.blobs["graph"]), plan.graph.weights_dir
     if "weights" in record.blobs:
         # The model names its weights by their place beside it.
@@ -253,7 +263,7 @@ def _lowered(
         path.hardlink_to(store.blob_path(record.blobs["graph"]))
     places = {"path": str(path), "source": str(plan.graph.source), "weights_dir": str(weights_dir)}
     graph: Graph = from_plain(Graph, record.result["graph"] | places)
-    return graph, tuple(LoweringDecision(**entry) for entry in record.result["kept"])
+    return graph
 
 
 def _decision_row(decision: Decision) -> list[str]:

@@ -148,7 +148,7 @@ def gauges(points: Sequence[PeerPoint], gpu: str) -> Iterator[Gauge]:
     """The figures for Prometheus; peers that did not run have none."""
     for point in points:
         if point.times is not None:
-            labels = {"peer": point.peer, "gpu": gpu, "sizes": sizes_text(point.sizes)}
+            labels = {"peer": point.peer, "mode": point.mode, "gpu": gpu, "sizes": sizes_text(point.sizes)}
             for share in (50, 99):
                 value = point.times.latency.percentiles[share] / 1000
                 yield Gauge(f"trtforge_peer_latency_p{share}_seconds", labels, value)

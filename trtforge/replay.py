@@ -255,9 +255,9 @@ def serve_log(
     )
 
 
-def gauges(figures: ReplayFigures, gpu: str) -> Iterator[Gauge]:
+def gauges(figures: ReplayFigures, gpu: str, *, cuda_graph: bool) -> Iterator[Gauge]:
     """The figures for Prometheus."""
-    labels = {"engine": figures.identifier, "gpu": gpu}
+    labels = {"engine": figures.identifier, "gpu": gpu, "cuda_graph": str(cuda_graph).lower()}
     for share, latency in figures.measured.latency_ms.items():
         yield Gauge(f"trtforge_replay_latency_p{share:g}_seconds", labels, latency / 1000)
     yield Gauge("trtforge_replay_gpu_busy_ratio", labels, figures.gpu_busy)

@@ -153,8 +153,10 @@ class Rig:
     Attributes:
         trace: calls, in order.
         sizes_by_data: whether the engine keeps rows above 0, so that its output's size depends on the data.
+        takes_weights: whether an engine can be refitted from a model.
         shares_profiles: whether a profile may have several contexts.
         log: what TensorRT logs while it loads; then it loads nothing.
+        refuses: what it logs in place of running.
     """
 
     def __init__(self, version, *, sized_by_data=False):
@@ -162,6 +164,8 @@ class Rig:
         self.cuda = FakeCuda(self.trace.append)
         self.sized_by_data = sized_by_data
         self.shares_profiles = True
+        self.takes_weights = True
+        self.refuses = ""
         self.log = ()
         self.version = version
         methods = {
@@ -175,6 +179,8 @@ class Rig:
                 "ICudaEngine__create_execution_context": self._context,
                 "ICudaEngine__create_engine_inspector": lambda _engine: self.stand_in.make("EngineInspector"),
                 "EngineInspector__get_engine_information": self._layers,
+                "OnnxParserRefitter__refit_from_bytes": lambda *_: self.takes_weights,
+                "Refitter__refit_cuda_engine": lambda _refitter: True,
                 "IExecutionContext__set_optimization_profile_async": self._set_profile,
                 "IExecutionContext__set_input_shape": self._set_shape,
                 "IExecutionContext__set_tensor_address": self._set_address,
@@ -204,7 +210,7 @@ class Rig:
         return made
 
     def _start(self, runtime, logger):
-        runtime.__dict__["log"] = logger
+        runtime.__dict__["log"] = self.runtime_log = logger
         weakref.finalize(runtime, self.trace.append, "~Runtime")
 
     def _engine(self, runtime, _data):
@@ -256,6 +262,9 @@ class Rig:
         return context.shape
 
     def _execute(self, context, _stream):
+        if self.refuses:
+            self.runtime_log.log(self.stand_in.names["ILogger"].Severity.ERROR, self.refuses)
+            return False
         changes = context.changes
 
         def compute():

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from fake_gpu import TOTAL, Rig
 from stand_in import VERSIONS
@@ -29,6 +30,7 @@ from trtforge.cli.app import app
 from trtforge.cuda import open_cuda
 from trtforge.errors import CapabilityError, CommandLineError, GraphError, IntegrityError, SeveralErrors, TrtForgeError
 from trtforge.events import Event
+from trtforge.graph.ingest import ingest
 from trtforge.machine import GpuFacts, machine_facts
 from trtforge.release.manifest import (
     Artifact,
@@ -355,6 +357,79 @@ def test_an_engine_for_another_gpu(bundle, capability, level, is_loaded):
         assert summaries == [f"net-h200 is for {capability}, and NVIDIA H200 is sm90"]
 
 
+def test_an_engine_for_all_from_ampere_on_is_found_without_its_name(bundle):
+    bundle.rig("8.6.1", compute_capability="sm80", settings={"hardware_compatibility": "ampere_plus"})
+
+    EngineSession.open(bundle.path).close()
+
+
+def model(folder, *, digest=None):
+    folder.mkdir(exist_ok=True)
+    path = folder / "net.onnx"
+    onnx.save(
+        onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) {y = Relu(x)}'),
+        path,
+    )
+    graph = ingest(path, folder)
+    return graph if digest is None else replace(graph, digest=digest)
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if not version.startswith("8.")])
+def test_a_stripped_engine_gets_its_weights_from_the_model_it_was_built_from(bundle, tmp_path, version):
+    built_from, other = model(tmp_path / "a"), model(tmp_path / "b", digest="1" * 64)
+    rig = bundle.rig(version, settings={"strip_weights": True}, graph_digest=built_from.digest)
+
+    with EngineSession.open(bundle.path, models=(other, built_from)) as session:
+        assert session.run({"x": X})["y"].tolist() == (2 * X).tolist()
+
+    names = [line.partition("(")[0] for line in rig.trace]
+    refit = ["Refitter", "OnnxParserRefitter", "OnnxParserRefitter.refit_from_bytes", "Refitter.refit_cuda_engine"]
+    begin = names.index("Refitter")
+    assert names[begin : begin + 4] == refit
+    assert begin < names.index("ICudaEngine.create_execution_context")
+    assert f"'{built_from.path}'" in rig.trace[begin + 2]
+
+
+def test_a_stripped_engine_does_not_run_without_its_weights(bundle, tmp_path):
+    bundle.rig("10.9.0.34", settings={"strip_weights": True}, graph_digest="1" * 64)
+
+    for models in ((), (model(tmp_path),)):
+        with pytest.raises(CapabilityError, match="built without its weights, which are in the model 111111111111"):
+            EngineSession.open(bundle.path, models=models)
+    result = CliRunner().invoke(app, [*bench_words(bundle), "--model", str(tmp_path / "net.onnx")])
+    (problem,) = result.exception.problems
+    assert problem.next_step == "trtforge store get 111111111111 model.onnx, then add --model model.onnx"
+
+
+def test_weights_that_do_not_fit_are_told(bundle, tmp_path):
+    graph = model(tmp_path)
+    rig = bundle.rig("10.9.0.34", settings={"strip_weights": True}, graph_digest=graph.digest)
+    rig.takes_weights = False
+
+    with pytest.raises(IntegrityError, match="does not take the weights of"):
+        EngineSession.open(bundle.path, models=(graph,))
+    assert ends_clean(rig)
+
+
+def test_what_tensorrt_says_as_it_refuses_is_in_the_error(bundle):
+    rig = bundle.rig("8.6.1")
+
+    for line, text in (
+        (
+            "Cuda Runtime (out of memory)",
+            "TensorRT did not start the engine: .* MiB of GPU memory are free, and it needs more",
+        ),
+        ("the stream is unwell", "TensorRT did not start the engine$"),
+    ):
+        with EngineSession.open(bundle.path) as session:
+            session.run({"x": X})
+            rig.refuses = line
+            with pytest.raises(CapabilityError, match=text) as caught:
+                session.run({"x": X})
+            rig.refuses = ""
+        assert caught.value.problems[0].detail == (f"ERROR: {line}",)
+
+
 def test_another_model_of_the_same_compute_capability_is_a_warning(bundle):
     bundle.rig("8.6.1", built_on=BuiltOn(device_name="NVIDIA H100", num_sms=132, memory_bytes=1, driver="1"))
 
@@ -547,7 +622,10 @@ def test_the_command_measures_writes_and_judges(bundle):
         "net-h200 at rows=8: p99 latency is 10.000 ms, and p99_ms allows 5"
     ]
     assert [point["ms"] for point in json.loads(grid.read_text())["points"]] == [4.0, 10.0]
-    assert 'profile="large",sizes="rows=8"} 0.01' in text.read_text()
+    assert (
+        'sizes="rows=8",cuda_graph="false",transfers="true",one_at_a_time="false",streams="64"} 0.01'
+        in text.read_text()
+    )
 
 
 def test_figures_are_shown_where_a_file_cannot_be_written(bundle):
@@ -578,6 +656,13 @@ def test_figures_are_shown_where_a_file_cannot_be_written(bundle):
         (
             ["--peer-python", "python", "--spec", __file__, "--streams", "2"],
             ["--peer-python measures one stream, found --streams 2"],
+        ),
+        (
+            ["--replay", __file__, "--streams", "2", "--no-transfers"],
+            [
+                "--replay serves one batch at a time, with its copies; found --streams",
+                "--replay serves one batch at a time, with its copies; found --no-transfers",
+            ],
         ),
     ],
 )
@@ -700,3 +785,14 @@ def test_an_open_axis_without_a_name(bundle):
         found = bench.bench(session, {"x[0]": [3]}, QUICK, "580", lambda _event: None)
 
     assert bench.latency_grid(found)["points"] == [{"x[0]": 3, "ms": 5.0, "profile": "small", "opt": {"x[0]": 2}}]
+
+
+def test_options_of_verify_that_need_a_spec_are_refused_without(bundle):
+    bundle.rig("8.6.1")
+
+    result = CliRunner().invoke(app, ["verify", str(bundle.path), "--engine", "net-h200", "--allow-host-code"])
+
+    assert [problem.summary for problem in result.exception.problems] == [
+        "found --engine without --spec",
+        "found --allow-host-code without --spec",
+    ]

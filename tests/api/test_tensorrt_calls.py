@@ -282,6 +282,18 @@ def test_a_swallowed_island_fails_with_its_name(bench):
     assert not list((bench.folder / "work").glob("*.engine"))
 
 
+def test_a_timing_cache_that_does_not_join_is_told(bench):
+    path = bench.folder / "timing" / "h200.cache"
+    what, around = unit("8.6.1", DYNAMIC_PROFILES), Surroundings(timing_cache=path)
+    bench.build(DYNAMIC, what, around)
+    bench.set("STAND_IN_JOINS_NOTHING", "1")
+
+    (message,) = bench.build(DYNAMIC, what, around).messages
+
+    assert message.text == f"timing cache {path} could not be joined with this build's, which takes its place"
+    assert path.read_bytes() == b"timing of 8.6.1"
+
+
 def test_timing_cache_is_begun_joined_and_begun_again_where_it_is_damaged(bench):
     path = bench.folder / "timing" / "h200.cache"
     what, around = unit("8.6.1", DYNAMIC_PROFILES), Surroundings(timing_cache=path)

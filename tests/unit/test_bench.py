@@ -125,7 +125,8 @@ def test_prometheus_text():
 
     assert lines[0] == "# TYPE trtforge_latency_p50_seconds gauge"
     assert lines[1] == (
-        'trtforge_latency_p50_seconds{engine="net-h200",gpu="a\\"b\\\\c\\nd",profile="main",sizes="n=1"} 0.001'
+        'trtforge_latency_p50_seconds{engine="net-h200",gpu="a\\"b\\\\c\\nd",profile="main",sizes="n=1",'
+        'cuda_graph="false",transfers="true",one_at_a_time="false",streams="1"} 0.001'
     )
     values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if 'sizes="n=8"' in line}
     assert values == {
@@ -138,7 +139,7 @@ def test_prometheus_text():
         "trtforge_throughput_queries_per_second": 500.0,
     }
     # Source: Prometheus, exposition formats: each line is a comment or name{labels} value.
-    line = re.compile(r'[a-z_0-9]+\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\} \S+')
+    line = re.compile(r'[a-z_0-9]+\{[a-z_]+="(\\.|[^"\\\n])*"(,[a-z_]+="(\\.|[^"\\\n])*")*\} \S+')
     assert all(text.startswith("# TYPE ") or line.fullmatch(text) for text in lines)
 
 

@@ -347,7 +347,13 @@ def test_gpus(refused, targets, version, summary, step):
         ("10.10", TENSORRT, "hardware_compatibility: same_compute_capability", False),
         ("10.5", TENSORRT, "strict_nans: true", True),
         ("8.6", TENSORRT, "weight_streaming: true", True),
+        ("1.7.1", RTX, "avg_timing_iterations: 4", True),
+        ("8.6", TENSORRT, "refit: true, version_compatible: true", True),
+        ("10.9", TENSORRT, "refit: true, version_compatible: true", False),
+        ("10.9", TENSORRT, "avg_timing_iterations: 4", False),
         ("10.9", "{backend: tensorrt, gpus: [T4]}", "hardware_compatibility: ampere_plus", True),
+        ("10.16", "{backend: tensorrt, gpus: [Jetson Thor]}", "hardware_compatibility: ampere_plus", True),
+        ("10.16", "{backend: tensorrt, gpus: [Jetson Orin]}", "hardware_compatibility: same_compute_capability", True),
     ],
 )
 def test_settings(refused, version, targets, setting, is_refused):

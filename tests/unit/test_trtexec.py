@@ -6,13 +6,13 @@ import shlex
 
 import pytest
 
-from trtforge.backends.trtexec import trtexec_command
+from trtforge.backends.trtexec import trtexec_command, trtexec_gap
 from trtforge.types import BuildUnit, Profile, ShapeRange
 
 FIXED, MOVING = ShapeRange((1,), (1,), (1,)), ShapeRange((1, 3), (4, 3), (8, 3))
 
 
-def words(version, *, profiles=1, tf32=True, nodes=(), **changes):
+def asked(version, *, profiles=1, tf32=True, nodes=(), **changes):
     request = {
         "plugins": [],
         "calibration": None,
@@ -23,13 +23,18 @@ def words(version, *, profiles=1, tf32=True, nodes=(), **changes):
         "enums": {"profiling_verbosity": ("ProfilingVerbosity", "NONE")},
         "preview_features": (),
         "tactic_sources": None,
+        "inputs": [{"name": "x", "shape": ("rows", 3)}, {"name": "y", "shape": (1,)}],
         "timing_cache_path": None,
         "locked_timing_path": None,
     } | changes
     shapes = {"x": MOVING, "y": FIXED}
     all_profiles = tuple(Profile(f"p{number}", shapes, {"y": FIXED} if number else {}) for number in range(profiles))
     unit = BuildUnit("net", "tensorrt", version, "T4", "sm75", "fp32", tf32, {}, "0" * 64, all_profiles)
-    return shlex.split(trtexec_command(unit, request, "net.onnx", list(nodes)))
+    return shlex.split(trtexec_command(unit, request, "net.onnx", list(nodes))), trtexec_gap(unit, request)
+
+
+def words(version, **changes):
+    return asked(version, **changes)[0]
 
 
 BASE = ["trtexec", "--onnx=net.onnx", "--saveEngine=net.engine", "--skipInference"]
@@ -52,8 +57,34 @@ def test_several_profiles_are_numbered_and_values_are_shapes():
     ]
 
 
-def test_8_6_has_no_option_for_a_second_profile():
-    assert words("8.6.1", profiles=2) == []
+@pytest.mark.parametrize(
+    ("version", "change", "gap"),
+    [
+        ("8.6.1", {"profiles": 2}, "no trtexec command asks for this engine: that of 8.6.1 takes one profile"),
+        (
+            "10.0.1",
+            {"calibration": {"path": "/a/c.cache", "calibrator": "IInt8MinMaxCalibrator"}},
+            "no trtexec command asks for this engine: its calibrator is IInt8EntropyCalibrator2",
+        ),
+    ],
+)
+def test_what_no_command_asks_for_says_so(version, change, gap):
+    assert asked(version, **change) == ([], gap)
+
+
+def test_what_the_command_leaves_out_is_told():
+    found, gap = asked("10.9.0.34", flags={"STRICT_NANS": True, "EDITABLE_TIMING_CACHE": True, "REFIT": True})
+
+    assert "--refit" in found
+    assert gap == (
+        "the trtexec command leaves out builder.strict_nans and builder.record_tactics, for which it has no option"
+    )
+
+
+def test_an_open_axis_is_named_even_where_its_profile_has_one_size():
+    found = words("10.9.0.34", inputs=[{"name": "y", "shape": ("n",)}, {"name": "x", "shape": (8, 3)}])
+
+    assert [word for word in found if "Shapes" in word] == ["--minShapes=y:1", "--optShapes=y:1", "--maxShapes=y:1"]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +103,7 @@ def test_8_6_has_no_option_for_a_second_profile():
         ("10.9.0.34", {"flags": {"ERROR_ON_TIMING_CACHE_MISS": True}}, "--errorOnTimingCacheMiss"),
         ("10.9.0.34", {"locked_timing_path": "/a/b.timing"}, "--timingCacheFile=timing.cache"),
         ("8.6.1", {"plugins": ["/a/libx.so"]}, "--staticPlugins=libx.so"),
-        ("8.6.1", {"calibration": {"path": "/a/c.cache"}}, "--calib=c.cache"),
+        ("8.6.1", {"calibration": {"path": "/a/c.cache", "calibrator": "IInt8EntropyCalibrator2"}}, "--calib=c.cache"),
     ],
 )  # fmt: skip
 def test_an_option_for_each_setting(version, change, option):

@@ -25,7 +25,8 @@ _MATRIX_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Attention", "LSTM", "
 _LOWERED = ("fp16", "bf16", "int8")
 _SHOWN_NODES = 3
 _AMPERE = 80
-_ORIN = "sm87"
+_JETSON = frozenset({"sm72", "sm87", "sm110"})
+"""Xavier, Orin and Thor."""
 
 
 def refusals(spec_file: SpecFile, target_index: int, graph: Graph, capability: Capability) -> tuple[Problem, ...]:
@@ -361,21 +362,29 @@ def _setting_problems(spec_file: SpecFile, target_index: int, capability: Capabi
                     f"remove '{field.name}', or that value",
                     spec_file.where("builder", field.name),
                 )
-    if settings.hardware_compatibility == "ampere_plus" and capability.backend == "tensorrt":
-        yield from _not_ampere(spec_file, target_index, capability)
+    if settings.refit and settings.version_compatible and capability.name == "tensorrt 8.6":
+        yield _problem(  # Source: seen with 8.6, "kREFIT can not be set if kVERSION_COMPATIBLE is set"
+            f"{capability.name} takes builder.refit or builder.version_compatible, not both",
+            "remove one of them",
+            spec_file.where("builder", "refit"),
+        )
+    if settings.hardware_compatibility != "none" and capability.backend == "tensorrt":
+        yield from _not_compatible(spec_file, target_index, capability)
 
 
 def _as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _not_ampere(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
+def _not_compatible(spec_file: SpecFile, target_index: int, capability: Capability) -> Iterator[Problem]:
     """Source: TensorRT developer guide, "Hardware Compatibility": Ampere or later, and not on JetPack."""
+    level = spec_file.spec.builder.hardware_compatibility
     for gpu, compute_capability, where in _known_gpus(spec_file, target_index, capability):
-        if compute_capability_number(compute_capability) < _AMPERE or compute_capability == _ORIN:
+        is_old = level == "ampere_plus" and compute_capability_number(compute_capability) < _AMPERE
+        if is_old or compute_capability in _JETSON:
+            wanted = "an Ampere or later GPU that is" if level == "ampere_plus" else "a GPU that is"
             yield _problem(
-                f"hardware_compatibility: ampere_plus needs an Ampere or later GPU that is no Jetson, found"
-                f" '{gpu}' ({compute_capability})",
+                f"hardware_compatibility: {level} needs {wanted} no Jetson, found '{gpu}' ({compute_capability})",
                 "remove the GPU, or write hardware_compatibility: none",
                 where,
             )

@@ -16,7 +16,7 @@ from trtforge.backends.capabilities import capability, version_numbers
 from trtforge.backends.engine_build import FLAG_SETTINGS, base_request, refuse_settings, run_build
 from trtforge.backends.inspection import EngineLayer, Islands, engine_layers, islands, layer_tactics
 from trtforge.backends.surroundings import NOTHING_AROUND, CalibrationBatches, Recorded, Surroundings
-from trtforge.backends.trtexec import trtexec_command
+from trtforge.backends.trtexec import trtexec_command, trtexec_gap
 from trtforge.backends.worker_process import BuildEvent, Transcript
 from trtforge.errors import BuildError, CapabilityError
 from trtforge.plan_header import read_plan_header
@@ -95,6 +95,7 @@ def build(
         notes.append(too_large)
         engine = replace(engine, messages=(*engine.messages, BuilderMessage("warning", too_large)))
     command = trtexec_command(unit, request, _model_name(graph), list(dict.fromkeys(float32.values())))
+    notes += filter(None, [trtexec_gap(unit, request)])
     return replace(engine, trtexec=command, notes=tuple(notes), tactics=tuple(tactics.items()))
 
 

@@ -19,10 +19,13 @@ _FLAGS: Final = {
     "OBEY_PRECISION_CONSTRAINTS": "--precisionConstraints=obey",
     "ERROR_ON_TIMING_CACHE_MISS": "--errorOnTimingCacheMiss",
 }
-"""Builder flag -> option. STRICT_NANS and EDITABLE_TIMING_CACHE have none.
-
-Source: samples/common/sampleOptions.cpp of TensorRT 8.6, 10.16 and 11.1.
-"""
+"""Builder flag -> option. Source: samples/common/sampleOptions.cpp of TensorRT 8.6, 10.16 and 11.1."""
+_WITHOUT_OPTION: Final = {
+    "builder.strict_nans": "STRICT_NANS",
+    "builder.record_tactics": "EDITABLE_TIMING_CACHE",
+}
+_CALIBRATOR: Final = "IInt8EntropyCalibrator2"
+"""Source: samples/common/sampleEngines.cpp of 8.6 and 10.16."""
 _LEVELS: Final = {"AMPERE_PLUS": "ampere+", "SAME_COMPUTE_CAPABILITY": "sameComputeCapability"}
 _PREVIEWS: Final = {"PROFILE_SHARING_0806": "profileSharing0806"}
 _ALL_SOURCES: Final = ("CUBLAS", "CUBLAS_LT", "CUDNN", "EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS")
@@ -34,7 +37,7 @@ _MIB: Final = 1 << 20
 
 
 def trtexec_command(unit: BuildUnit, request: Mapping[str, Any], model_name: str, float32_nodes: list[str]) -> str:
-    """One line for a shell, with file names without folders; "" where trtexec cannot ask for it (8.6, several profiles).
+    """One line for a shell, with file names without folders; "" where trtexec cannot ask for it, see `trtexec_gap`.
 
     Args:
         unit: what is built.
@@ -42,10 +45,10 @@ def trtexec_command(unit: BuildUnit, request: Mapping[str, Any], model_name: str
         model_name: file name of the ONNX model that is parsed.
         float32_nodes: that are bound to FP32, by the names that TensorRT's parser gives their layers.
     """
-    if len(unit.profiles) > 1 and _major(unit) < _FIRST_WITH_PROFILES:
+    if _has_no_command(unit, request):
         return ""
     words = ["trtexec", f"--onnx={model_name}", f"--saveEngine={unit.identifier}.engine", "--skipInference"]
-    words += _profiles(unit)
+    words += _profiles(unit, request)
     words += _settings(unit, request)
     words += [f"--staticPlugins={path.rsplit('/', 1)[-1]}" for path in request["plugins"]]
     if request["calibration"]:
@@ -55,12 +58,32 @@ def trtexec_command(unit: BuildUnit, request: Mapping[str, Any], model_name: str
     return " ".join(shlex.quote(word) for word in words)
 
 
-def _profiles(unit: BuildUnit) -> Iterator[str]:
+def trtexec_gap(unit: BuildUnit, request: Mapping[str, Any]) -> str:
+    """A sentence on what trtexec cannot ask for; "" where its command asks for the same engine."""
+    if reason := _has_no_command(unit, request):
+        return f"no trtexec command asks for this engine: {reason}"
+    missing = [name for name, flag in _WITHOUT_OPTION.items() if request["flags"].get(flag)]
+    return f"the trtexec command leaves out {' and '.join(missing)}, for which it has no option" if missing else ""
+
+
+def _has_no_command(unit: BuildUnit, request: Mapping[str, Any]) -> str:
+    """Why, "" where there is one. Its only calibrator reads caches of entropy, and measures anew on noise if it finds another."""
+    if len(unit.profiles) > 1 and _major(unit) < _FIRST_WITH_PROFILES:
+        return f"that of {unit.backend_version} takes one profile"
+    if request["calibration"] and request["calibration"]["calibrator"] != _CALIBRATOR:
+        return f"its calibrator is {_CALIBRATOR}"
+    return ""
+
+
+def _profiles(unit: BuildUnit, request: Mapping[str, Any]) -> Iterator[str]:
+    is_open = {
+        entry["name"]: any(not isinstance(size, int) for size in entry["shape"] or ()) for entry in request["inputs"]
+    }
     for number, profile in enumerate(unit.profiles):
         if len(unit.profiles) > 1:
             yield f"--profile={number}"
         ranges: Mapping[str, ShapeRange] = {**profile.shapes, **profile.values}
-        moving = {name: entry for name, entry in ranges.items() if entry.min != entry.max or name in profile.values}
+        moving = {name: entry for name, entry in ranges.items() if is_open.get(name) or name in profile.values}
         for point in ("min", "opt", "max") if moving else ():
             shapes = ",".join(f"{name}:{_joined(getattr(entry, point))}" for name, entry in moving.items())
             yield f"--{point}Shapes={shapes}"

@@ -32,6 +32,8 @@ _NEEDS: Final = {
     "peer_python": ("spec", "SPEC"),
 }
 """Option -> the one without which it does nothing."""
+_NOT_SERVED: Final = {"streams": 1, "transfers": True}
+"""Option -> its value as a log is served."""
 
 
 def bench(
@@ -115,6 +117,12 @@ def bench(
         list[Path] | None,
         typer.Option(help="Library of operators that the engine needs.", exists=True, show_default=False),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX file with the weights of an engine that was built without.", exists=True, show_default=False
+        ),
+    ] = None,
     runtime: Annotated[
         str | None,
         typer.Option(
@@ -130,12 +138,14 @@ def bench(
 ) -> None:
     """Measure an engine on the GPU at hand, with trtexec's definitions, and judge the figures."""
     from contextlib import ExitStack  # noqa: PLC0415 - keeps --help quick
+    from tempfile import TemporaryDirectory  # noqa: PLC0415
 
     from trtforge import bench as core  # noqa: PLC0415
     from trtforge import peers as peering  # noqa: PLC0415
     from trtforge import replay as replaying  # noqa: PLC0415
     from trtforge.cli.console import print_json, print_problems, problem_json, progress  # noqa: PLC0415
     from trtforge.errors import exit_code_of, raise_any  # noqa: PLC0415
+    from trtforge.graph.ingest import ingest  # noqa: PLC0415
     from trtforge.machine import machine_facts  # noqa: PLC0415
     from trtforge.runtime.measure import Switches  # noqa: PLC0415
     from trtforge.runtime.session import EngineSession  # noqa: PLC0415
@@ -159,6 +169,7 @@ def bench(
     peers: tuple[PeerPoint, ...] = ()
     with progress(progress_style, as_json=as_json) as told:
         with ExitStack() as opened:
+            models = (ingest(model, Path(opened.enter_context(TemporaryDirectory()))),) if model else ()
 
             def session(path: Path, identifier: str | None) -> EngineSession:
                 return opened.enter_context(
@@ -168,6 +179,7 @@ def bench(
                         cuda_library=cuda_library,
                         device=device,
                         plugins=plugin or (),
+                        models=models,
                         runtime=runtime,
                         allow_host_code=allow_host_code,
                     )
@@ -233,6 +245,11 @@ def _misused(context: typer.Context) -> Iterator[Problem]:
     for name, number in values.items():
         if isinstance(number, float) and not math.isfinite(number):
             yield Problem(f"{_flag(name)}: found {number}", f"write {_flag(name)} with a finite number", exit_code=code)
+    for name in sorted(given & set(_NOT_SERVED)) if "replay" in given else ():
+        shown = "--no-transfers" if name == "transfers" else _flag(name)
+        if values[name] != _NOT_SERVED[name]:
+            text = f"--replay serves one batch at a time, with its copies; found {shown}"
+            yield Problem(text, f"leave {shown} out, or measure with it in a run of its own", exit_code=code)
     if "peer_python" in given and values["streams"] > 1:
         text = f"--peer-python measures one stream, found --streams {values['streams']}"
         yield Problem(text, "leave --streams out", exit_code=code)
@@ -256,7 +273,8 @@ def _gauges_text(figures: Figures, served: ReplayFigures | None, peers: Sequence
     from trtforge.prometheus import prometheus_text  # noqa: PLC0415
 
     gauges = [*core.gauges(figures), *peering.gauges(peers, figures.gpu)]
-    return prometheus_text([*gauges, *(replaying.gauges(served, figures.gpu) if served else ())])
+    replayed = replaying.gauges(served, figures.gpu, cuda_graph=figures.switches.cuda_graph) if served else ()
+    return prometheus_text([*gauges, *replayed])
 
 
 def _unwritten(path: Path, text: str) -> tuple[Problem, ...]:

@@ -19,7 +19,12 @@ _STILL_RUN: Final = {PARTIAL_EXIT_CODE, ParityError.exit_code, PerformanceError.
 """What is missing, or was found of engines before, does not keep an engine from the GPU."""
 
 
+_NEED_SPEC: Final = ("engine", "device", "runtime", "allow_host_code", "cuda_library")
+"""Options that do nothing without --spec."""
+
+
 def verify(
+    context: typer.Context,
     manifest: Annotated[Path, typer.Argument(help="The manifest.json of a bundle.", show_default=False)],
     gpu: Annotated[
         str | None, typer.Option("--for", help="GPU that it is for: sm89, or a model such as L4.", show_default=False)
@@ -52,6 +57,10 @@ def verify(
             "--allow-host-code", help="With --spec: let a version-compatible engine run the native code it brings."
         ),
     ] = False,
+    cuda_library: Annotated[
+        str | None,
+        typer.Option(help="With --spec: cuda-python or pycuda.  [default: what is installed]", show_default=False),
+    ] = None,
     exported_as: Annotated[
         Path | None, typer.Option(help="With --spec: ONNX file that a running build has of the model.", hidden=True)
     ] = None,
@@ -64,6 +73,7 @@ def verify(
     from trtforge.machine import machine_facts  # noqa: PLC0415
     from trtforge.release.verify import verify as verify_bundle  # noqa: PLC0415
 
+    _refuse_idle_options(context)
     report = verify_bundle(manifest, wanted_gpu=gpu, wanted_tensorrt=tensorrt, facts=machine_facts())
     proof = None
     problems = report.problems
@@ -77,6 +87,7 @@ def verify(
                 told,
                 exported_as=exported_as,
                 identifier=engine,
+                cuda_library=cuda_library,
                 device=device,
                 runtime=runtime,
                 allow_host_code=allow_host_code,
@@ -106,6 +117,20 @@ def verify(
     raise typer.Exit(code)
 
 
+def _refuse_idle_options(context: typer.Context) -> None:
+    from trtforge.errors import CommandLineError, Problem, raise_any  # noqa: PLC0415
+
+    if context.params["spec"] is not None:
+        return
+    given = (name for name in _NEED_SPEC if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE")
+    raise_any(
+        Problem(
+            f"found --{name.replace('_', '-')} without --spec", "add --spec SPEC", exit_code=CommandLineError.exit_code
+        )
+        for name in given
+    )
+
+
 def _prove(
     manifest: Path,
     spec: Path,
@@ -114,6 +139,7 @@ def _prove(
     *,
     exported_as: Path | None,
     identifier: str | None,
+    cuda_library: str | None,
     device: int,
     runtime: str | None,
     allow_host_code: bool,
@@ -128,7 +154,7 @@ def _prove(
             run,
             exported_as=exported_as,
             identifier=identifier,
-            cuda_library=None,
+            cuda_library=cuda_library,
             device=device,
             runtime=runtime,
             allow_host_code=allow_host_code,

@@ -32,7 +32,7 @@ from trtforge.profile_choice import is_inside, profile_for
 from trtforge.release.later_versions import last_major, reaches, version_parts
 from trtforge.release.manifest import Artifact, Manifest, ProfileRecord, RangeRecord, read_manifest
 from trtforge.runtime.lane import Array, Lane, is_out_of_memory
-from trtforge.types import Profile, ShapeRange
+from trtforge.types import Graph, Profile, ShapeRange
 
 _AMPERE: Final = 80
 _MOST_LINES: Final = 100
@@ -89,6 +89,7 @@ class EngineSession:
         device: int = 0,
         runtime: str | None = None,
         plugins: Sequence[Path] = (),
+        models: Sequence[Graph] = (),
         allow_host_code: bool = False,
     ) -> Self:
         """Loads the engine of a manifest that is for the GPU at hand.
@@ -101,6 +102,8 @@ class EngineSession:
             runtime: "tensorrt", or "tensorrt_lean" or "tensorrt_dispatch" for a version-compatible engine; by default
                 the first of them that is installed.
             plugins: libraries that the engine needs, whose digests stand in the manifest.
+            models: where an engine that was built with `strip_weights` gets its weights: the one of them that it was
+                built from, by the manifest's digest.
             allow_host_code: whether a version-compatible engine may bring its own runtime library, which is native
                 code that runs in this process.
 
@@ -120,13 +123,14 @@ class EngineSession:
         warnings = _refuse_other_machine(artifact, gpu, name, trt.__version__, manifest_path)
         session = cls(trt, name, open_cuda(cuda_library, device), artifact, gpu, warnings)
         try:
-            session._load(manifest_path.parent / artifact.file, plugins, allow_host_code=allow_host_code)
+            session._load(manifest_path.parent / artifact.file, plugins, models, allow_host_code=allow_host_code)
         except BaseException:
             session.close()
             raise
         return session
 
-    def _load(self, path: Path, plugins: Sequence[Path], *, allow_host_code: bool) -> None:
+    def _load(self, path: Path, plugins: Sequence[Path], models: Sequence[Graph], *, allow_host_code: bool) -> None:
+        model = _source_of_weights(self.artifact, models)
         data = _checked_bytes(path, self.artifact)
         log = _log(self._trt, self._log)
         _load_plugins(self._trt, log, plugins, self.artifact)
@@ -142,10 +146,24 @@ class EngineSession:
             self._runtime.engine_host_code_allowed = True
         before, total = self.cuda.memory()
         self.engine = self._runtime.deserialize_cuda_engine(data)
+        if self.engine is not None and model is not None:
+            self._refit(model, log)
         self._free_bytes = self.cuda.memory()[0]
         if self.engine is None:
             raise _not_loaded(self.artifact, f"TensorRT {self._trt.__version__}", self._log, (before, total))
         self.engine_bytes = max(before - self._free_bytes, 0)
+
+    def _refit(self, model: Graph, log: Any) -> None:
+        """Puts the weights of the model into the engine."""
+        refitter = self._trt.Refitter(self.engine, log)
+        parser = self._trt.OnnxParserRefitter(refitter, log)
+        named_as = str((model.weights_dir / model.path.name).absolute())  # external weights are looked for beside it
+        if not parser.refit_from_bytes(model.path.read_bytes(), named_as) or not refitter.refit_cuda_engine():
+            raise IntegrityError(
+                f"TensorRT {self._trt.__version__} does not take the weights of {shown_path(model.path)}",
+                detail=self._log[-5:],
+                next_step="trtforge build SPEC  # with builder: {strip_weights: false}",
+            )
 
     @property
     def run_bytes(self) -> int:
@@ -325,6 +343,20 @@ def _tensorrt(artifact: Artifact, runtime: str | None) -> tuple[str, Any]:
         f"{artifact.identifier} needs {wanted}, which is not installed",
         detail=missing,
         next_step=f"pip install {wanted.replace(' ', '==')}",
+    )
+
+
+def _source_of_weights(artifact: Artifact, models: Sequence[Graph]) -> Graph | None:
+    """The model that a stripped engine was built from; None for an engine that has its weights."""
+    if not artifact.settings.get("strip_weights"):
+        return None
+    for model in models:
+        if model.digest == artifact.graph_digest:
+            return model
+    raise CapabilityError(
+        f"{artifact.identifier} was built without its weights, which are in the model {artifact.graph_digest[:12]}",
+        detail=[f"given: {shown_path(model.path)} {model.digest[:12]}" for model in models],
+        next_step=f"trtforge store get {artifact.graph_digest[:12]} model.onnx, then add --model model.onnx",
     )
 
 

@@ -152,8 +152,9 @@ def _join(config: Any, cache: Any, logger: Any, path: Path, send: Send) -> None:
         with path.with_suffix(".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             others = _read(path)
-            if others and (measured := _read_back(config, logger, others)[0]) is not None:
-                cache.combine(measured, False)
+            measured = _read_back(config, logger, others)[0] if others else None
+            if measured is not None and not cache.combine(measured, False):
+                send_warning(send, f"timing cache {path} could not be joined with this build's, which takes its place")
             data = bytes(cache.serialize())
             if _read_back(config, logger, data)[0] is not None:
                 aside = path.with_suffix(".part")

@@ -5,7 +5,7 @@ parser finds in whatever it is given. STAND_IN_FAILS_TO_START: what the builder 
 STAND_IN_SWALLOW: node whose output the engine has in FP16, whatever was asked. STAND_IN_TACTIC: number of the tactic
 that is measured to be the fastest, of every operator. STAND_IN_LETS_MISSES_PASS: ERROR_ON_TIMING_CACHE_MISS has no effect.
 STAND_IN_BATCH_SIZES: values of each input in a batch. STAND_IN_FORGETS: the builder takes the tactic that is fastest
-now, whatever the timing cache says. STAND_IN_MYELIN: timing caches get a part that cannot be read back, as with 8.6.
+now, whatever the timing cache says. STAND_IN_MYELIN: timing caches get a part that cannot be read back, as with 8.6. STAND_IN_JOINS_NOTHING: two of them do not join.
 """
 
 import ctypes
@@ -233,7 +233,7 @@ _METHODS = {
     "IBuilderConfig.set_timing_cache": _set_timing_cache,
     "IBuilderConfig.get_timing_cache": lambda config: config.__dict__.get("timing_cache"),
     "IBuilderConfig.set_calibration_profile": lambda _config, _profile: True,
-    "ITimingCache.combine": lambda _cache, _other, _ignore: True,
+    "ITimingCache.combine": lambda _cache, _other, _ignore: not os.environ.get("STAND_IN_JOINS_NOTHING"),
     "ITimingCache.serialize": _serialize,
     "ITimingCache.queryKeys": lambda cache: [stand_in.make("TimingCacheKey", text=key) for key in cache.tactics],
     "ITimingCache.query": _query,
