@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from trtforge.errors import IntegrityError, Problem, SeveralErrors, TrtForgeError, Where, shown_path
 from trtforge.events import Event
-from trtforge.files import explained
+from trtforge.files import explained, locked
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.release import manifest as released
 from trtforge.run import Run
@@ -58,9 +58,9 @@ def elsewhere(unit: BuildUnit, facts: MachineFacts, command: str) -> released.No
 
 @contextmanager
 def gpu_to_itself(gpu: GpuFacts, label: str, run: Run) -> Iterator[None]:
-    """Nothing else of this store builds, measures or runs on the GPU meanwhile."""
+    """No other build of this user uses the GPU meanwhile."""
     waiting = Event("step", label, f"waiting for {gpu.device_name}, which another build uses")
-    with run.stages.store.lock(gpu_lock(gpu), on_wait=lambda: run.stages.tell(waiting)):
+    with locked(gpu_lock(gpu), on_wait=lambda: run.stages.tell(waiting), next_step="set XDG_CACHE_HOME"):
         yield
 
 

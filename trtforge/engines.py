@@ -17,6 +17,7 @@ from trtforge.bundle import BuiltUnit, MissingTarget, host_record
 from trtforge.engine_process import gpu_to_itself
 from trtforge.errors import BuildError, SeveralErrors, StoreError, TrtForgeError
 from trtforge.events import Event
+from trtforge.keys import TIMING_CACHE
 from trtforge.model_source import refuse_changed_model, unchanged_model
 from trtforge.plain import from_plain, to_plain
 from trtforge.planning import Plan, PlannedUnit, label_of
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from trtforge.backends.worker_process import BuildEvent
     from trtforge.calibration.table import CalibrationTable
 
-TIMING_CACHE = "timing cache"
-"""Name of an engine's timing cache among the blobs of its record, and of the one that a locked build repeats in its key."""
 MAX_JOBS = 4
 """Builds at once unless asked otherwise: each holds a model and its tactics in memory."""
 

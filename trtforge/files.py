@@ -81,7 +81,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(
+    path: Path, *, on_wait: Callable[[], None], next_step: str = "name another folder with --store"
+) -> Iterator[None]:
     """Holds the lock file `path`, which is made if needed; a second process or thread waits.
 
     The kernel releases the lock when its holder ends, however it ends, so there is no stale lock. Only a holder may
@@ -90,11 +92,12 @@ def locked(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
     Args:
         path: the lock file; it stays.
         on_wait: called once, before waiting, if another holds the lock.
+        next_step: what to do where its folder cannot be written.
 
     Raises:
         StoreError: the lock file cannot be written.
     """
-    with explained(path.parent, 0, "name another folder with --store"):
+    with explained(path.parent, 0, next_step):
         file = _open_locked(path, on_wait)
     with file:
         yield

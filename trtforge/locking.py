@@ -9,8 +9,8 @@ from typing import Final
 
 from trtforge.backends.capabilities import capability
 from trtforge.backends.surroundings import Recorded
-from trtforge.engines import TIMING_CACHE
 from trtforge.errors import CapabilityError, Problem, raise_any, shown_path
+from trtforge.keys import TIMING_CACHE
 from trtforge.planning import Plan, PlannedUnit
 from trtforge.release.manifest import MANIFEST_NAME, Artifact, read_manifest
 from trtforge.run import Run

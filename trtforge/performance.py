@@ -69,12 +69,23 @@ def refuse_wishes(spec_file: SpecFile, graph: Graph, profiles: tuple[Profile, ..
     """Checks `performance:` of a spec against its model and profiles.
 
     Raises:
-        SeveralErrors: a name in `sizes` is no open size, a size lies in no profile, or `previous` is no manifest.
+        SeveralErrors: a name in `sizes` is no open size, a size lies in no profile, `previous` is no manifest, or the
+            engines will hold no weights.
     """
     wishes = spec_file.spec.performance
     if wishes is None:
         return
-    raise_any([*_size_problems(wishes, spec_file, layout_of(graph.inputs), profiles), *_previous_problems(spec_file)])
+    problems = [*_size_problems(wishes, spec_file, layout_of(graph.inputs), profiles), *_previous_problems(spec_file)]
+    if spec_file.spec.builder.strip_weights:
+        problems.append(
+            Problem(
+                "performance is measured of engines that hold their weights, and builder.strip_weights leaves them out",
+                "leave performance out, and measure with: trtforge bench MANIFEST --model MODEL.onnx",
+                spec_file.where("performance"),
+                exit_code=SpecError.exit_code,
+            )
+        )
+    raise_any(problems)
 
 
 def _size_problems(

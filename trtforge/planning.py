@@ -13,7 +13,7 @@ from trtforge.backends.surroundings import Recorded
 from trtforge.bundle import MissingTarget
 from trtforge.errors import CapabilityError, GraphError, Problem, SeveralErrors, TrtForgeError, raise_any, shown_path
 from trtforge.events import Event
-from trtforge.keys import calibrate_key, calibration_input, check_key, lower_key, parity_key, unit_key
+from trtforge.keys import TIMING_CACHE, calibrate_key, calibration_input, check_key, lower_key, parity_key, unit_key
 from trtforge.machine import MachineFacts, machine_facts
 from trtforge.model_source import ingested, source_of, with_traffic_profiles
 from trtforge.performance import refuse_wishes
@@ -248,9 +248,16 @@ def target_of(artifact: Artifact, plan: Plan) -> str | None:
     for target, planned in zip(targets, plan.units, strict=True):
         is_elsewhere = planned.missing and is_version(artifact.backend_version, target.version or "")
         key = replace(planned.key, environment=built_with) if is_elsewhere else planned.key
-        if key.digest == artifact.unit_digest:
+        if artifact.unit_digest in (key.digest, _locked_digest(key, artifact)):
             return planned.unit.identifier
     return None
+
+
+def _locked_digest(key: StageKey, artifact: Artifact) -> str | None:
+    """Of the same unit, built with the tactics that the artifact names."""
+    if artifact.timing_cache_digest is None:
+        return None
+    return replace(key, inputs={**key.inputs, TIMING_CACHE: artifact.timing_cache_digest}).digest
 
 
 def label_of(unit: BuildUnit) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from platformdirs import user_cache_path
 
 from trtforge.backends.capabilities import Capability, capability, newest_version, version_numbers
 from trtforge.backends.refusals import target_compute_capability
@@ -94,9 +97,9 @@ def measured_on(unit: BuildUnit, facts: MachineFacts) -> GpuFacts | None:
     return next((gpu for gpu in facts.gpus if gpu.compute_capability == unit.compute_capability), None)
 
 
-def gpu_lock(gpu: GpuFacts) -> str:
-    """Name of the store's lock that is held while a GPU builds or measures."""
-    return f"gpu-{gpu.uuid or gpu.index}"
+def gpu_lock(gpu: GpuFacts) -> Path:
+    """The lock file that is held while a GPU builds or measures, whatever store is used; each user has one of their own."""
+    return user_cache_path("trtforge") / "locks" / f"gpu-{gpu.uuid or gpu.index}"
 
 
 def unit_of(

@@ -158,7 +158,9 @@ def test_nothing_outlives_a_build_that_is_ended(project, number):
     np.savez(project / "eval.npz", x=x, t=x)
     build(project, ACCURACY)
     (project / "metric.py").write_text(ENDLESS)
-    code = "import test_engine_parity as t, pathlib; t.answer(pathlib.Path.cwd())"
+    # What a shell runs in the background ignores SIGINT, and so would its children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "import test_engine_parity as t, pathlib; t.answer(pathlib.Path.cwd())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
     try:

@@ -16,8 +16,10 @@ from trtforge import pipeline, planning
 from trtforge.digests import file_digest
 from trtforge.errors import SeveralErrors, TrtForgeError
 from trtforge.evidence import calibration_table
+from trtforge.machine import GpuFacts
 from trtforge.run import open_run
 
+A100 = GpuFacts(0, "NVIDIA A100-SXM4-80GB", "A100", "sm80", 108, 80_000_000_000, "GPU-2")
 AS_MODEL = """
 version: 1
 name: net
@@ -91,6 +93,19 @@ def test_targets_of_other_machines_are_no_hindrance_to_a_locked_build(editable):
 
     assert [artifact.target_gpu for artifact in bundle.manifest.artifacts] == ["H200"]
     assert [missing.gpu for missing in bundle.missing] == ["A100"]
+
+
+def test_a_locked_engine_stays_in_the_folder_when_another_machine_builds_into_it(editable, monkeypatch):
+    text = AS_MODEL.replace("[H200]", "[H200, A100], when_missing: skip")
+    build(editable, text)
+    (locked,) = build_locked(editable).manifest.artifacts
+    other = replace(planning.machine_facts(), gpus=(A100,))
+    monkeypatch.setattr(planning, "machine_facts", lambda: other)
+
+    found = {artifact.target_gpu: artifact for artifact in build(editable, text).manifest.artifacts}
+
+    assert found.keys() == {"H200", "A100"}
+    assert found["H200"] == locked
 
 
 @pytest.mark.parametrize("change", [("detailed", "none"), (", record_tactics: true", "")])
