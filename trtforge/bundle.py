@@ -186,6 +186,9 @@ def publish_bundle(
     Raises:
         StoreError: the folder holds something else, or cannot be written.
     """
+    same = released.same_before(output_dir / released.MANIFEST_NAME, manifest)
+    if same and len(_whole(same, output_dir, digest_of)) == len(same.artifacts):
+        return same, False
     previous = _previous(output_dir, manifest.name, warn)
     whole = _whole(previous, output_dir, digest_of) if previous else ()
     if previous:

@@ -22,6 +22,7 @@ def timed(command: Sequence[str], environment: Mapping[str, str] | None = None) 
         SystemExit: it ended with another exit code than 0; what it wrote is told.
     """
     environment = {**os.environ, **(environment or {})}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed programs have their bytecode
     start = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     seconds = time.perf_counter() - start

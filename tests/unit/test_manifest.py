@@ -31,6 +31,7 @@ from trtforge.release.manifest import (
     manifest_schema,
     merge,
     read_manifest,
+    same_before,
 )
 
 
@@ -369,3 +370,30 @@ def test_merge_prefers_what_was_built_now():
     for artifact in (old, same_file):
         planned = dict.fromkeys((old.unit_digest, digest("d")), old.identifier)
         assert merge(manifest(artifact), new, planned, digest("3")).artifacts == new.artifacts
+
+
+def test_what_differs_in_times_only_is_the_same(tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest_json(manifest(rtx_artifact("sm86"))))
+    later = replace(manifest(rtx_artifact("sm86")), created="2031-01-01T00:00:00Z", stages=())
+
+    assert same_before(path, later) == read_manifest(path)
+    assert same_before(path, replace(later, name="other")) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"created": "', '"created": "x'),
+        ('"stages": [', '"stages": [1, '),
+        ("{", "[" * 100_000),
+        ('"schema_version"', '"Schema_version"'),
+        ("\n", "\r\n"),
+    ],
+)
+def test_a_manifest_that_somebody_changed_is_looked_at_closely(tmp_path, old, new):
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest_json(manifest(rtx_artifact("sm86"))).replace(old, new, 1).encode())
+
+    assert same_before(path, manifest(rtx_artifact("sm86"))) is None
+    assert same_before(tmp_path / "none.json", manifest(rtx_artifact("sm86"))) is None

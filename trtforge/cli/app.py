@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -19,17 +20,13 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _INTERRUPTED = 128 + signal.SIGINT
 
-app = typer.Typer(
-    name="trtforge",
-    help="From one YAML build spec to released TensorRT engines, checked at every step.",
-    epilog="Exit codes: 2 spec, 3 model, 4 calibration, 5 parity or accuracy, 6 capability, 7 build, 8 file system,"
-    " 9 performance, 10 integrity, 11 some targets missing, 12 coverage, 13 lint, 14 regression, 64 usage, 70 a bug."
-    " --traceback, anywhere, adds Python's traceback to an error.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_VERBS = {
+    verb.__name__: verb
+    for verb in (
+        *(init.init, plan.plan, calibrate.calibrate, parity.parity, build.build, verify.verify, bench.bench),
+        *(profile.profile, lint.lint, doctor.doctor),
+    )
+}
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
@@ -38,7 +35,6 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -47,15 +43,25 @@ def _options(
     pass
 
 
-_VERBS = {
-    verb.__name__: verb
-    for verb in (
-        *(init.init, plan.plan, calibrate.calibrate, parity.parity, build.build, verify.verify, bench.bench),
-        *(profile.profile, lint.lint, doctor.doctor),
+def _program(verbs: Iterable[str]) -> typer.Typer:
+    program = typer.Typer(
+        name="trtforge",
+        help="From one YAML build spec to released TensorRT engines, checked at every step.",
+        epilog="Exit codes: 2 spec, 3 model, 4 calibration, 5 parity or accuracy, 6 capability, 7 build, 8 file system,"
+        " 9 performance, 10 integrity, 11 some targets missing, 12 coverage, 13 lint, 14 regression, 64 usage, 70 a bug."
+        " --traceback, anywhere, adds Python's traceback to an error.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-}
-for _verb in _VERBS.values():
-    app.command()(_verb)
+    program.callback()(_options)
+    for verb in verbs:
+        program.command()(_VERBS[verb])
+    return program
+
+
+app = _program(_VERBS)
 app.add_typer(store.verbs, name="store")
 
 
@@ -91,7 +97,10 @@ def _run(arguments: list[str]) -> int:
     traceback = "--traceback" in arguments
     as_json = "--json" in arguments
     try:
-        return app([word for word in arguments if word != "--traceback"], standalone_mode=False) or 0
+        words = [word for word in arguments if word != "--traceback"]
+        # typer makes the options of every verb that a program has, which takes longer than to parse those of one.
+        program = _program(words[:1]) if words and words[0] in _VERBS else app
+        return program(words, standalone_mode=False) or 0
     except UsageError as error:
         return fail(_usage_problem(error, arguments), as_json=as_json, traceback=traceback)
     except TrtForgeError as error:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from trtforge.errors import IntegrityError, Problem, StoreError, Where, raise_any, shown_path
+from trtforge.errors import IntegrityError, Problem, StoreError, TrtForgeError, Where, raise_any, shown_path
 
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
@@ -552,6 +552,12 @@ def manifest_json(manifest: Manifest) -> str:
     Raises:
         ValidationError: a value is not what its class says, which is a bug of the caller.
     """
+    text = _text(manifest)
+    _adapter().validate_json(text)
+    return text
+
+
+def _text(manifest: Manifest) -> str:
     artifacts = tuple(
         replace(
             artifact,
@@ -562,9 +568,28 @@ def manifest_json(manifest: Manifest) -> str:
     )
     missing = tuple(sorted(manifest.missing, key=lambda target: target.identifier))
     plain = _plain(replace(manifest, artifacts=artifacts, missing=missing))
-    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    _adapter().validate_json(text)
-    return text
+    return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def same_before(path: Path, manifest: Manifest) -> Manifest | None:
+    """The manifest at `path` if it differs from `manifest` in times only; None where that has to be looked at more closely.
+
+    It is what `read_manifest` gives, without an adapter for all of a manifest, which takes half as long to make as the
+    rest of an unchanged build's end.
+    """
+    try:
+        text = _read_text(path)
+        told = _parse_json(text, path)
+        created, stages = _times().validate_json(json.dumps([told["created"], told["stages"]]))
+    except (TrtForgeError, ValueError, TypeError, KeyError):
+        return None
+    timed = replace(manifest, created=created, stages=stages)
+    return timed if _text(timed) == text else None
+
+
+@cache
+def _times() -> TypeAdapter[tuple[UtcTime, tuple[StageRecord, ...]]]:
+    return TypeAdapter(tuple[UtcTime, tuple[StageRecord, ...]])
 
 
 def read_manifest(path: Path) -> Manifest:
