@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from trtforge.backends.inspection import engine_layers
 
 DATA = Path(__file__).parents[1] / "data"
+KINDS = ("int8", "implicit-int8")
 
 
 def told(name):
@@ -35,3 +37,24 @@ def test_an_encoder_is_one_layer_that_tells_no_types(name):
     assert "{ForeignNode[/bert/" in fused.name
     assert {layer.weights for layer in (fused, *copies)} == {""}
     assert {kind for layer in (fused, *copies) for kind in layer.outputs.values()} == {""}
+
+
+def test_explicit_int8_fuses_as_much_as_implicit_int8():
+    explicit, implicit = (
+        [layer for layer in engine_layers(told(f"resnet50-{kind}")) if layer.weights] for kind in KINDS
+    )
+
+    assert {layer.weights for layer in (*explicit, *implicit)} == {"int8"}
+    assert len(explicit) == len(implicit) == 53
+    # Where two convolutions are added, either may take the addition in.
+    assert sorted(n for one in explicit for n in one.nodes) == sorted(n for one in implicit for n in one.nodes)
+
+
+@pytest.mark.parametrize("name", ["resnet50-fp16", "resnet50-int8", "resnet50-implicit-int8", "bert-base-int8"])
+def test_layers_take_as_long_as_the_engine(name):
+    """Asking for their times stops the GPU after each layer, which costs a small engine up to a quarter."""
+    measured = json.loads(gzip.decompress((DATA / "layer_times_h200.json.gz").read_bytes()))["engines"][name]
+
+    assert list(measured) == ["1", "8", "32"]
+    for entry in measured.values():
+        assert 0.95 < sum(entry["layers_ms"].values()) / entry["whole_ms"] < 1.25
