@@ -540,6 +540,29 @@ def test_copies_run_beside_the_compute_of_the_query_before(bundle):
     assert execute in {arguments[0] for name, arguments in calls if name == "hold"}
 
 
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1.11"])
+@pytest.mark.parametrize("sized_by_data", [False, True])
+def test_many_requests_overlap_and_keep_their_order(bundle, version, sized_by_data):
+    rig = bundle.rig(version, sized_by_data=sized_by_data)
+    rng = np.random.default_rng(0)
+    rows = (2, 2, 3, 20, 20, 32, 1)  # both profiles, in both contexts of each
+    requests = [rng.normal(0, 1, (count, 8)).astype(np.float32) for count in rows]
+    calls = []
+    for name in ("hold", "to_device", "to_host"):
+        watch(rig.cuda, name, calls)
+
+    with EngineSession.open(bundle.path) as session:
+        found = [outputs["y"] for outputs in session.run_each({"x": x} for x in requests)]
+        assert len({arguments[-1] for name, arguments in calls if name == "to_device"}) == 4  # one for each context
+        left = session.run_each([{"x": X}, {"x": X}, {"x": X}])
+        next(left)  # and nobody reads the rest
+
+    for x, y in zip(requests, found, strict=True):
+        assert np.array_equal(y, x[x[:, 0] > 0] if sized_by_data else 2 * x)
+    assert sum(name == "hold" for name, _ in calls) == 2 * (len(rows) + 2)
+    assert ends_clean(rig)
+
+
 def watch(cuda, name, calls):
     method = getattr(cuda, name)
     setattr(cuda, name, lambda *arguments: (calls.append((name, arguments)), method(*arguments))[1])

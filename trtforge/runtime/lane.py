@@ -42,6 +42,17 @@ class _Memory:
     host: Bytes
 
 
+@dataclass(slots=True, eq=False)
+class _Beside:
+    """Streams for copies, and the events by which they and the compute wait for each other."""
+
+    into: int
+    out: int
+    copied: Any
+    computed: Any
+    end: Any
+
+
 class Lane:
     """Runs an engine in one of its profiles, one request at a time. Not for several threads at once.
 
@@ -71,6 +82,7 @@ class Lane:
         self._allocators: dict[str, Any] = {}
         self._shapes: dict[str, Shape] = {}
         self._graphs: dict[bool, Any] = {}
+        self._beside: _Beside | None = None
         self._is_ready = False
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
@@ -172,6 +184,30 @@ class Lane:
             self.copy_out()
         self._cuda.synchronize(self.stream)
 
+    def start(self) -> None:
+        """Copies in, runs and copies out; `finish` waits for it.
+
+        Copies are in streams of their own, so that they overlap the compute of a lane that shares this one's stream.
+        """
+        cuda = self._cuda
+        if self._beside is None:
+            self._beside = _Beside(cuda.stream(), cuda.stream(), *(cuda.event(spin=False) for _ in range(3)))
+        beside = self._beside
+        self.copy_in(beside.into)
+        cuda.record(beside.copied, beside.into)
+        cuda.hold(self.stream, beside.copied)
+        self.enqueue()
+        cuda.record(beside.computed, self.stream)
+        cuda.hold(beside.out, beside.computed)
+        self.copy_out(beside.out)
+        cuda.record(beside.end, beside.out)
+
+    def finish(self) -> dict[str, Array]:
+        """The outputs of what was started last, as copies."""
+        assert self._beside is not None  # noqa: S101 - the caller started it
+        self._cuda.wait_for(self._beside.end)
+        return self.outputs()
+
     def outputs(self) -> dict[str, Array]:
         """The outputs of the last run, as copies. Waits for those whose sizes depend on the data."""
         return {name: self._output(name) for name in self.output_names}
@@ -203,6 +239,11 @@ class Lane:
         with ExitStack() as steps:  # from the last one on; whatever one raises, the others follow
             if self._owns_stream:
                 steps.callback(self._cuda.free_stream, self.stream)
+            if beside := self._beside:
+                for stream in (beside.into, beside.out):
+                    steps.callback(self._cuda.free_stream, stream)
+                for event in (beside.copied, beside.computed, beside.end):
+                    steps.callback(self._cuda.free_event, event)
             for allocator in self._allocators.values():
                 steps.callback(allocator.close)
             for memory in self._memory.values():
@@ -211,7 +252,8 @@ class Lane:
             steps.callback(setattr, self, "_context", None)
             steps.callback(self._forget_graphs)
             with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
-                self._cuda.synchronize(self.stream)
+                for stream in (self.stream, *((self._beside.out,) if self._beside else ())):
+                    self._cuda.synchronize(stream)
 
     def _recorded(self, *, transfers: bool) -> Any:
         self._cuda.begin_capture(self.stream)
