@@ -93,10 +93,27 @@ def test_a_graph_gives_what_plain_runs_give(built):
             assert all(np.array_equal(plain[key], with_graph[key]) for key in plain)
 
 
+def test_many_requests_that_overlap_give_what_each_gives_alone(built):
+    for library in LIBRARIES:
+        with EngineSession.open(built.manifest("digits-fp32"), cuda_library=library) as session:
+            requests = [{"image": images(count)} for count in (1, 16, 256, 256, 3, 100, 1, 256)]
+            alone = [session.run(feeds) for feeds in requests]
+            for one, other in zip(alone, session.run_each(requests), strict=True):
+                assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
 def test_outputs_that_are_no_numbers_and_outputs_sized_by_the_data(built):
     for library in LIBRARIES:
         with EngineSession.open(built.manifest("rows"), cuda_library=library) as session:
-            for x in (np.full((2, 8), -1.0), np.zeros((4, 8)), np.eye(16)[:, :8], np.ones((16, 8)), np.eye(8)[:3]):
+            grows = (np.ones((1, 8)), np.ones((4, 8)), np.ones((16, 8)))
+            for x in (
+                *grows,
+                np.full((2, 8), -1.0),
+                np.zeros((4, 8)),
+                np.eye(16)[:, :8],
+                np.ones((16, 8)),
+                np.eye(8)[:3],
+            ):
                 found = session.run({"x": x})
                 assert np.array_equal(found["places"], np.array(np.nonzero(x)))
                 assert np.array_equal(np.isnan(found["root"]), x < 0)
