@@ -1,7 +1,7 @@
 """The child side of a peer: measures a torch model, in the user's interpreter, as an engine is measured.
 
 A driver of `trtforge.usercode.child`. latency, compute, copies, enqueue and response are those of
-`trtforge.runtime.measure`: events in one stream, copies between page-locked memory and the GPU, the same number of
+`trtforge.runtime.measure`, all in one stream: copies between page-locked memory and the GPU, the same number of
 queries under way. On the CPU the host's clock takes the place of the events. TF32 is off.
 """
 
