@@ -374,8 +374,9 @@ def test_merge_prefers_what_was_built_now():
 
 def test_what_differs_in_times_only_is_the_same(tmp_path):
     path = tmp_path / "manifest.json"
-    path.write_text(manifest_json(manifest(rtx_artifact("sm86"))))
-    later = replace(manifest(rtx_artifact("sm86")), created="2031-01-01T00:00:00Z", stages=())
+    now = manifest(rtx_artifact("sm86"), rtx_artifact("sm120"), missing=(missing("z"), missing("a")))
+    path.write_text(manifest_json(now))
+    later = replace(now, created="2031-01-01T00:00:00Z", stages=())
 
     assert same_before(path, later) == read_manifest(path)
     assert same_before(path, replace(later, name="other")) is None

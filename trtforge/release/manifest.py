@@ -552,12 +552,16 @@ def manifest_json(manifest: Manifest) -> str:
     Raises:
         ValidationError: a value is not what its class says, which is a bug of the caller.
     """
-    text = _text(manifest)
+    text = _text(_ordered(manifest))
     _adapter().validate_json(text)
     return text
 
 
 def _text(manifest: Manifest) -> str:
+    return json.dumps(_plain(manifest), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _ordered(manifest: Manifest) -> Manifest:
     artifacts = tuple(
         replace(
             artifact,
@@ -567,8 +571,7 @@ def _text(manifest: Manifest) -> str:
         for artifact in sorted(manifest.artifacts, key=lambda artifact: artifact.identifier)
     )
     missing = tuple(sorted(manifest.missing, key=lambda target: target.identifier))
-    plain = _plain(replace(manifest, artifacts=artifacts, missing=missing))
-    return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return replace(manifest, artifacts=artifacts, missing=missing)
 
 
 def same_before(path: Path, manifest: Manifest) -> Manifest | None:
@@ -583,7 +586,7 @@ def same_before(path: Path, manifest: Manifest) -> Manifest | None:
         created, stages = _times().validate_json(json.dumps([told["created"], told["stages"]]))
     except (TrtForgeError, ValueError, TypeError, KeyError):
         return None
-    timed = replace(manifest, created=created, stages=stages)
+    timed = _ordered(replace(manifest, created=created, stages=stages))
     return timed if _text(timed) == text else None
 
 
