@@ -1,4 +1,4 @@
-"""A GPU that is none: memory is the host's, what is put into a stream happens at once, and what is not given back shows.
+"""A GPU that is none: memory is the host's, what is put into a stream happens at once or late, what is not given back shows.
 
 Together with the stand-in for TensorRT it runs an engine that doubles its rows, or keeps those that are above 0.
 """
@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import math
 import weakref
+from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ class FakeCuda:
     Attributes:
         live: what was made and not given back, by name.
         allocations_left: how many more allocations succeed.
+        chance: by which streams go on at their own pace, as far as events allow; without one, all happens at once.
     """
 
     name = "fake"
@@ -37,6 +39,8 @@ class FakeCuda:
         self.allocations_left = 1_000_000
         self.clock_ms = 0.0
         self.recording = None
+        self.chance = None
+        self._queues = defaultdict(deque)
         self._count = itertools.count(1)
 
     def _make(self, kind, handle, thing):
@@ -49,9 +53,28 @@ class FakeCuda:
         name, _ = self.live.pop(handle)  # KeyError: given back twice
         self.note(f"cuda.free({name})")
 
-    def do(self, action):
-        """Now, or each time that the graph under recording is launched."""
-        self.recording.append(action) if self.recording is not None else action()
+    def do(self, action, stream=0):
+        """In order of the stream, or each time that the graph under recording is launched."""
+        if self.recording is not None:
+            self.recording.append(action)
+            return
+        self._queues[stream].append(action)
+        if self.chance is None:
+            self.drain(stream)
+            return
+        for _ in range(self.chance.randrange(4)):
+            waiting = [queue for queue in self._queues.values() if queue]
+            if waiting:
+                self.chance.choice(waiting).popleft()()
+
+    def drain(self, stream):
+        """Lets everything in a stream happen."""
+        while self._queues[stream]:
+            self._queues[stream].popleft()()
+
+    def _reach(self, mark, stream):
+        while "at" not in mark:
+            self._queues[stream].popleft()()
 
     def memory(self):
         return TOTAL - sum(thing.nbytes for _, thing in self.live.values() if isinstance(thing, np.ndarray)), TOTAL
@@ -71,6 +94,8 @@ class FakeCuda:
         return self._array("device", num_bytes).ctypes.data
 
     def free(self, pointer):
+        for stream in list(self._queues):  # as cudaFree does
+            self.drain(stream)
         self._end(pointer)
 
     def allocate_host(self, num_bytes):
@@ -85,26 +110,28 @@ class FakeCuda:
     def free_stream(self, stream):
         self._end(stream)
 
-    def _copy(self, target, source, num_bytes):
+    def _copy(self, target, source, num_bytes, stream):
         def copy():
+            assert {target, source} <= self.live.keys(), "memory was given back before it was copied"
             self.clock_ms += COPY_MS
             ctypes.memmove(target, source, num_bytes)
 
         assert num_bytes > 0
-        self.do(copy)
+        self.do(copy, stream)
 
-    def to_device(self, pointer, memory, _stream):
+    def to_device(self, pointer, memory, stream):
         self.note(f"cuda.to_device({memory.nbytes})")
-        self._copy(pointer, memory.ctypes.data, memory.nbytes)
+        self._copy(pointer, memory.ctypes.data, memory.nbytes, stream)
 
-    def to_host(self, memory, pointer, _stream):
+    def to_host(self, memory, pointer, stream):
         self.note(f"cuda.to_host({memory.nbytes})")
-        self._copy(memory.ctypes.data, pointer, memory.nbytes)
+        self._copy(memory.ctypes.data, pointer, memory.nbytes, stream)
 
     def synchronize(self, stream):
         assert stream in self.live
         assert self.recording is None
         self.note("cuda.synchronize")
+        self.drain(stream)
 
     def event(self, *, spin):
         del spin
@@ -113,18 +140,21 @@ class FakeCuda:
     def free_event(self, event):
         self._end(event)
 
-    def record(self, event, _stream):
-        self.live[event][1]["at"] = self.clock_ms
+    def record(self, event, stream):
+        mark = {}
+        self.live[event][1]["last"] = mark, stream
+        self.do(lambda: mark.update(at=self.clock_ms), stream)
 
     def wait_for(self, event):
-        assert event in self.live
+        self._reach(*self.live[event][1]["last"])
 
     def hold(self, stream, event):
         assert stream in self.live
-        assert "at" in self.live[event][1], "a stream waits for an event that was never recorded"
+        last = self.live[event][1]["last"]  # KeyError: it was never recorded
+        self.do(lambda: self._reach(*last), stream)
 
     def elapsed_ms(self, start, end):
-        return self.live[end][1]["at"] - self.live[start][1]["at"]
+        return self.live[end][1]["last"][0]["at"] - self.live[start][1]["last"][0]["at"]
 
     def begin_capture(self, _stream):
         self.note("cuda.begin_capture")
@@ -135,10 +165,10 @@ class FakeCuda:
         actions, self.recording = self.recording, None
         return self._make("graph", 9000 + next(self._count), actions)
 
-    def launch(self, graph, _stream):
+    def launch(self, graph, stream):
         self.note("cuda.launch")
         for action in self.live[graph][1]:
-            action()
+            self.do(action, stream)
 
     def free_graph(self, graph):
         self._end(graph)
@@ -157,6 +187,7 @@ class Rig:
         shares_profiles: whether a profile may have several contexts.
         log: what TensorRT logs while it loads; then it loads nothing.
         refuses: what it logs in place of running.
+        takes_shapes: whether it takes what inputs' shapes are set to.
     """
 
     def __init__(self, version, *, sized_by_data=False):
@@ -166,6 +197,7 @@ class Rig:
         self.shares_profiles = True
         self.takes_weights = True
         self.refuses = ""
+        self.takes_shapes = True
         self.log = ()
         self.version = version
         methods = {
@@ -245,6 +277,9 @@ class Rig:
         return True
 
     def _set_shape(self, context, _name, shape):
+        if not self.takes_shapes:
+            self.runtime_log.log(self.stand_in.names["ILogger"].Severity.ERROR, "the shape is unwell")
+            return False
         return self._changed(context, shape=tuple(shape))
 
     def _set_address(self, context, name, address):
@@ -261,7 +296,7 @@ class Rig:
             return context.__dict__.get("found", (-1, 8))
         return context.shape
 
-    def _execute(self, context, _stream):
+    def _execute(self, context, stream):
         if self.refuses:
             self.runtime_log.log(self.stand_in.names["ILogger"].Severity.ERROR, self.refuses)
             return False
@@ -277,7 +312,9 @@ class Rig:
             ctypes.memmove(target, np.ascontiguousarray(y).ctypes.data, y.nbytes)
 
         try:
-            self.cuda.do(compute)
+            self.cuda.do(compute, stream)
+            if self.sized_by_data and self.cuda.recording is None:  # TensorRT waits until it knows the size
+                self.cuda.drain(stream)
         except MemoryError:
             return False
         return True

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -414,12 +415,12 @@ def test_weights_that_do_not_fit_are_told(bundle, tmp_path):
 def test_what_tensorrt_says_as_it_refuses_is_in_the_error(bundle):
     rig = bundle.rig("8.6.1")
 
+    did_not, free = "TensorRT did not start the engine", r"1024\.0 MiB of 1024\.0 MiB of GPU memory are free"
     for line, text in (
-        (
-            "Cuda Runtime (out of memory)",
-            "TensorRT did not start the engine: .* MiB of GPU memory are free, and it needs more",
-        ),
-        ("the stream is unwell", "TensorRT did not start the engine$"),
+        ("Cuda Runtime (out of memory)", f"{did_not}: {free}, and it needs more"),
+        ("OutOfMemory: Requested amount of GPU memory (268435456 bytes)", f"{did_not}: {free}, and it needs 256.0 MiB"),
+        ("out of Memory (Requested size was 22942842880 bytes.)", f"{did_not}: {free}, and it needs 21880.0 MiB"),
+        ("the stream is unwell", f"{did_not}$"),
     ):
         with EngineSession.open(bundle.path) as session:
             session.run({"x": X})
@@ -561,6 +562,89 @@ def test_many_requests_overlap_and_keep_their_order(bundle, version, sized_by_da
         assert np.array_equal(y, x[x[:, 0] > 0] if sized_by_data else 2 * x)
     assert sum(name == "hold" for name, _ in calls) == 2 * (len(rows) + 2)
     assert ends_clean(rig)
+
+
+@pytest.mark.parametrize("sized_by_data", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_streams_that_go_on_at_their_own_pace_mix_no_requests(bundle, seed, sized_by_data):
+    rig = bundle.rig("8.6.1", sized_by_data=sized_by_data)
+    rig.cuda.chance = random.Random(seed)  # noqa: S311 - no secret
+    rng = np.random.default_rng(seed)
+    requests = [rng.normal(0, 1, (rows, 8)).astype(np.float32) for rows in rng.integers(1, 33, 8)]
+
+    with EngineSession.open(bundle.path) as session:
+        abandoned = session.run_each({"x": x} for x in requests)
+        next(abandoned)
+        del abandoned
+        one, other = (session.run_each([{"x": sign * x} for x in requests]) for sign in (1, -1))  # by turns
+        found = [(first["y"], second["y"]) for first, second in zip(one, other, strict=True)]
+
+    for x, ys in zip(requests, found, strict=True):
+        for sign, y in zip((1, -1), ys, strict=True):
+            assert np.array_equal(y, sign * x[sign * x[:, 0] > 0] if sized_by_data else 2 * sign * x)
+    assert ends_clean(rig)
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_measuring_leaves_the_outputs_of_the_inputs(bundle, seed, with_graph):
+    rig = bundle.rig("8.6.1")
+    rig.cuda.chance = random.Random(seed)  # noqa: S311 - no secret
+
+    with EngineSession.open(bundle.path) as session:
+        switches = replace(QUICK, cuda_graph=with_graph)
+        lanes = lanes_of(session, session.profiles[0], 0, switches)
+        for x in (X, X[:1] + 1):
+            measure([lanes], session.cuda, {"x": x}, switches)
+            assert all(np.array_equal(lane.outputs()["y"], 2 * x) for lane in lanes)
+
+    assert ends_clean(rig)
+
+
+def test_requests_before_one_that_does_not_fit_are_answered(bundle):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        found = session.run_each({"x": x} for x in (X, X + 1, np.ones((33, 8)), X))
+        assert np.array_equal(next(found)["y"], 2 * X)
+        assert np.array_equal(next(found)["y"], 2 * X + 2)
+        with pytest.raises(GraphError, match="no profile"):
+            next(found)
+
+    assert ends_clean(rig)
+
+
+@pytest.mark.parametrize("events", range(3))
+def test_copy_streams_are_given_back_where_an_event_is_missing(bundle, events):
+    rig = bundle.rig("8.6.1")
+    make, made = rig.cuda.event, []
+
+    def event(*, spin):
+        if len(made) == events:
+            raise CapabilityError("no event", next_step="trtforge doctor")
+        made.append(make(spin=spin))
+        return made[-1]
+
+    rig.cuda.event = event
+    with pytest.raises(CapabilityError, match="no event"), EngineSession.open(bundle.path) as session:
+        list(session.run_each([{"x": X}]))
+
+    assert ends_clean(rig)
+
+
+def test_a_shape_that_is_refused_is_no_lack_of_memory_that_was_told_before(bundle):
+    rig = bundle.rig("8.6.1")
+
+    with EngineSession.open(bundle.path) as session:
+        session.run({"x": X})
+        rig.refuses = "Cuda Runtime (out of memory)"
+        with pytest.raises(CapabilityError, match="GPU memory"):
+            session.run({"x": X})
+        rig.takes_shapes = False
+        with pytest.raises(CapabilityError, match=r"TensorRT does not take \[1, 8\] for input 'x'$") as caught:
+            session.run({"x": X[:1]})
+
+    assert caught.value.problems[0].detail == ("ERROR: the shape is unwell",)
 
 
 def watch(cuda, name, calls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -90,12 +91,14 @@ class Lane:
         self.output_names = tuple(name for name in names if not is_input[name])
         self._types = {name: _type(name, engine.get_tensor_dtype(name).name) for name in names}
         self._on_host = {name for name in names if engine.get_tensor_location(name) == trt.TensorLocation.HOST}
+        log.clear()  # what it says of something else is no reason
         self._context = engine.create_execution_context()
         if self._context is None:
             free, total = cuda.memory()
             raise CapabilityError(
                 f"an execution context needs {context_bytes(engine) / 2**20:.1f} MiB of GPU memory, "
                 f"and {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB are free",
+                detail=log[-_SHOWN_LINES:],
                 next_step="nvidia-smi  # shows what else uses the GPU",
             )
         self.stream: int = cuda.stream() if beside is None else beside.stream
@@ -104,6 +107,7 @@ class Lane:
             self.close()
             raise CapabilityError(
                 "TensorRT gives a second context of the same profile only to engines that were built for it",
+                detail=log[-_SHOWN_LINES:],
                 next_step="use 1 stream, or build the engine again with this version of trtforge",
             )
         cuda.synchronize(self.stream)
@@ -134,13 +138,16 @@ class Lane:
             return
         self._forget_graphs()  # Source: TensorRT developer guide: changing a context makes its recorded graphs undefined
         self._is_ready = False
+        self._log.clear()
         for name, array in arrays.items():
             self._set_input(name, array)
         try:
             missing = self._context.infer_shapes()
         except RuntimeError as error:
             raise CapabilityError(
-                f"TensorRT finds no shapes of the outputs: {error}", next_step="give sizes that the model allows"
+                f"TensorRT finds no shapes of the outputs: {error}",
+                detail=self._log[-_SHOWN_LINES:],
+                next_step="give sizes that the model allows",
             ) from error
         if missing:
             raise CapabilityError(f"the engine still misses {', '.join(missing)}", next_step="give every input")
@@ -161,6 +168,8 @@ class Lane:
             CapabilityError: TensorRT refused.
         """
         self._log.clear()
+        for allocator in self._allocators.values():
+            allocator.error = None
         if self._context.execute_async_v3(self.stream):
             return
         for allocator in self._allocators.values():
@@ -190,9 +199,7 @@ class Lane:
         Copies are in streams of their own, so that they overlap the compute of a lane that shares this one's stream.
         """
         cuda = self._cuda
-        if self._beside is None:
-            self._beside = _Beside(cuda.stream(), cuda.stream(), *(cuda.event(spin=False) for _ in range(3)))
-        beside = self._beside
+        beside = self._beside = self._beside or _beside(cuda)
         self.copy_in(beside.into)
         cuda.record(beside.copied, beside.into)
         cuda.hold(self.stream, beside.copied)
@@ -296,8 +303,10 @@ class Lane:
         """With TensorRT's own last words."""
         if is_out_of_memory(self._log):
             free, total = self._cuda.memory()
+            asked = _asked_bytes(self._log)
             return CapabilityError(
-                f"{what}: {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB of GPU memory are free, and it needs more",
+                f"{what}: {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB of GPU memory are free, and it needs "
+                + (f"{asked / 2**20:.1f} MiB" if asked else "more"),
                 detail=self._log[-_SHOWN_LINES:],
                 next_step="nvidia-smi  # shows what else uses the GPU",
             )
@@ -362,6 +371,15 @@ def is_out_of_memory(log: list[str]) -> bool:
     return any("out of memory" in line.lower() or "outofmemory" in line.lower() for line in log)
 
 
+def _asked_bytes(log: list[str]) -> int:
+    """The largest memory that TensorRT says it did not get; 0 where it names none.
+
+    Source: logs in issues 3017 (8.6) and 4254 (10.x) of NVIDIA/TensorRT.
+    """
+    asked = re.findall(r"Requested (?:amount of GPU memory \(|size was )(\d+) bytes", "\n".join(log))
+    return max(map(int, asked), default=0)
+
+
 def context_bytes(engine: Any) -> int:
     """GPU memory that one execution context of an engine takes; TensorRT 11 knows only the newer name."""
     newer = getattr(engine, "device_memory_size_v2", None)
@@ -392,6 +410,19 @@ def _bytes(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
+def _beside(cuda: Cuda) -> _Beside:
+    with ExitStack() as made:
+        streams, events = [], []
+        for _ in range(2):
+            streams.append(cuda.stream())
+            made.callback(cuda.free_stream, streams[-1])
+        for _ in range(3):
+            events.append(cuda.event(spin=False))
+            made.callback(cuda.free_event, events[-1])
+        made.pop_all()
+    return _Beside(*streams, *events)
+
+
 def _growing(trt: Any, cuda: Cuda) -> Any:
     """An output allocator, for an output whose size is known only after the run."""
 
@@ -402,7 +433,6 @@ def _growing(trt: Any, cuda: Cuda) -> Any:
             self.error: CapabilityError | None = None
 
         def reallocate_output(self, _name: str, _memory: int, size: int, _alignment: int) -> int:
-            self.error = None
             if size > self.size or not self.pointer:
                 self.close()
                 try:

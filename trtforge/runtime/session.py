@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -73,6 +74,7 @@ class EngineSession:
         self.tensorrt = f"{name} {trt.__version__}"
         self.profiles = tuple(_profile(record) for record in artifact.profiles)
         self._lanes: dict[tuple[str, Hashable], Lane] = {}
+        self._calls: set[int] = set()
         self._log: list[str] = []
         self.engine: Any = None
         self._runtime: Any = None
@@ -261,24 +263,36 @@ class EngineSession:
         """Runs many requests, and yields the outputs of each in their order, as `run` gives them.
 
         Copies of a request overlap the compute of the one before, in a second context of each profile. A request is
-        read while the one before it runs.
+        read while the one before it runs. Calls that are under way at the same time have contexts of their own.
 
         Raises:
-            As `run`.
+            As `run`. Outputs of the requests before one that does not fit are yielded first.
         """
+        call = next(number for number in itertools.count() if number not in self._calls)
+        self._calls.add(call)
         started: deque[Lane] = deque()
-        for number, feeds in enumerate(requests):
-            profile = self.profile(feeds)
-            lane = self.lane(profile, ("each", 0))
-            if number % 2:
-                lane = self.lane(profile, ("each", 1), beside=lane)
-            if len(started) > 1:
+        try:
+            for number, feeds in enumerate(requests):
+                profile = self.profile(feeds)
+                lane = self.lane(profile, ("each", call, 0))
+                if number % 2:
+                    lane = self.lane(profile, ("each", call, 1), beside=lane)
+                if len(started) > 1:
+                    yield started.popleft().finish()
+                lane.prepare(feeds)
+                lane.start()
+                started.append(lane)
+            while started:
                 yield started.popleft().finish()
-            lane.prepare(feeds)
-            lane.start()
-            started.append(lane)
-        while started:
-            yield started.popleft().finish()
+        except GraphError:
+            while started:
+                yield started.popleft().finish()
+            raise
+        finally:
+            with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
+                for lane in started if self.engine is not None else ():  # the next call may take their contexts
+                    lane.finish()
+            self._calls.remove(call)
 
     def _name_problems(self, feeds: Mapping[str, Array]) -> list[Problem]:
         names = [tensor.name for tensor in self.artifact.inputs]
