@@ -224,6 +224,10 @@ def test_what_nobody_asked_to_keep_is_not_bound(bench, keep_fp32):
 
     assert engine.builder_flags == ("FP16",)
     assert "precision" not in bench.trace()
+    (note,) = engine.notes
+    assert note.endswith(
+        "run in a lower type, as types do not bind in TensorRT 8.6.1: 'island_square', 'island_product'"
+    )
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.0.1", "10.16.1.11"])

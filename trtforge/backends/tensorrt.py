@@ -38,6 +38,7 @@ _CALIBRATORS: Final = {
 _LOW: Final = ("float16", "bfloat16")
 _FIRST_STRONG: Final = (10,)
 _MOST_SHOWN: Final = 10
+_MOST_NAMED: Final = 3
 _JUDGED_BYTES: Final = 4 << 20
 _FP32_RATIO: Final = 1.8
 """Seen with 8.6: 2.0 for engines in FP32, 1.03 to 1.07 for those in FP16. Winograd kernels alone may give up to 1.78."""
@@ -236,7 +237,8 @@ def _float32_parts(
     kept = set(bound.values())
     free = islands(layers, {name: node for name, node in tensors.items() if node not in kept})
     if lowered := free.swallowed:
-        shown = ", ".join(f"'{node}'" for node in list(lowered)[:3]) + (" and others" if len(lowered) > 3 else "")  # noqa: PLR2004
+        shown = ", ".join(f"'{node}'" for node in list(lowered)[:_MOST_NAMED])
+        shown += " and others" if len(lowered) > _MOST_NAMED else ""
         yield (
             f"{len(lowered)} nodes that the graph has in FP32 run in a lower type, as types do not bind in TensorRT "
             f"{unit.backend_version}: {shown}"
