@@ -8,7 +8,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from trtforge.backends.capabilities import Capability, capability, newest_version, version_numbers
+from trtforge.backends.capabilities import Capability, capability, is_weakly_typed, newest_version
 from trtforge.backends.refusals import target_compute_capability
 from trtforge.errors import CapabilityError, Problem, SeveralErrors
 from trtforge.gpu_models import gpu_model
@@ -18,12 +18,10 @@ from trtforge.spec.model import BuilderSettings, Target
 from trtforge.types import BuildUnit, Graph, Profile
 
 _TIMING_ITERATIONS = 8
-"""Tactics are chosen by time, and TensorRT's own default, 1, leaves the choice to noise.
+"""As trtexec, so that its engines and ours are chosen alike; TensorRT's own default is 1.
 
 Source: --avgTiming of samples/common/sampleOptions.h.
 """
-_FIRST_STRONG = (10,)
-"""First version of TensorRT whose types bind."""
 
 _INSTALL = {"tensorrt_rtx": "pip install 'trtforge[rtx]'", "tensorrt": "pip install 'trtforge[gpu-wheels]'"}
 
@@ -134,8 +132,7 @@ def _settings(builder: BuilderSettings, backend: str, version: str, precision: s
     if backend != "tensorrt":
         return settings
     settings["avg_timing_iterations"] = settings["avg_timing_iterations"] or _TIMING_ITERATIONS
-    is_weak = version_numbers(version) < _FIRST_STRONG
-    if is_weak and precision != "fp32" and settings["profiling_verbosity"] == "layer_names_only":
+    if is_weakly_typed(version) and precision != "fp32" and settings["profiling_verbosity"] == "layer_names_only":
         settings["profiling_verbosity"] = "detailed"
     return settings
 

@@ -399,7 +399,7 @@ def test_a_stripped_engine_does_not_run_without_its_weights(bundle, tmp_path):
             EngineSession.open(bundle.path, models=models)
     result = CliRunner().invoke(app, [*bench_words(bundle), "--model", str(tmp_path / "net.onnx")])
     (problem,) = result.exception.problems
-    assert problem.next_step == "trtforge store get 111111111111 model.onnx, then add --model model.onnx"
+    assert problem.next_step.startswith("add --model FILE.onnx, that model; trtforge store get 111111111111 FILE.onnx")
 
 
 def test_weights_that_do_not_fit_are_told(bundle, tmp_path):

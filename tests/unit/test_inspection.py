@@ -155,3 +155,25 @@ def test_weights_tell_of_a_fused_node_where_its_tensors_do_not(told, weights, sw
 
     assert found.swallowed == ({"relu": "weights are float16 in 'conv + relu'"} if swallowed else {})
     assert "elsewhere" in found.hidden
+
+
+@pytest.mark.parametrize(("weights", "swallowed"), [("Half", True), ("Float", False)])
+@pytest.mark.parametrize("output", ["y", "Reformatted Output Tensor 0 to conv"])
+def test_an_output_in_fp32_does_not_hide_the_lower_weights_of_its_node(output, weights, swallowed):
+    """The layer writes it in FP32, or writes FP16 that another copies."""
+    layers = [
+        {
+            "Name": "conv",
+            "LayerType": "x",
+            "Inputs": [],
+            "Outputs": [{"Name": output, "Format/Datatype": "Float" if output == "y" else "Half"}],
+            "Weights": {"Type": weights},
+            "Metadata": "[ONNX Layer: conv]",
+        },
+        {"Name": "copy", "LayerType": "Reformat", "Outputs": [{"Name": "y", "Format/Datatype": "Float"}]},
+    ]
+
+    found = islands(engine_layers(json.dumps({"Layers": layers})), {"y": "conv"})
+
+    assert found.kept == (() if swallowed else ("conv",))
+    assert found.swallowed == ({"conv": "weights are float16 in 'conv'"} if swallowed else {})

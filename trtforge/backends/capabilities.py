@@ -428,6 +428,11 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
+def is_weakly_typed(version: str) -> bool:
+    """Whether this version of TensorRT takes a graph's types as a wish; from 10 on they bind."""
+    return version_numbers(version) < (10,)
+
+
 def capability(backend: str, version: str) -> Capability:
     """The row for a version given in full ("1.7.1.116") or in two parts ("10.9").
 

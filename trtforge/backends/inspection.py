@@ -127,9 +127,11 @@ def islands(layers: Iterable[EngineLayer], float32: Mapping[str, str]) -> Island
     """
     found: dict[str, tuple[str, str]] = {}
     weights: dict[str, str] = {}
+    owners: set[str] = set()
     for layer in layers:
         if layer.weights not in ("", "float32"):
             weights |= dict.fromkeys(layer.nodes, f"weights are {layer.weights} in '{layer.name}'")
+            owners.update(layer.nodes[:1])  # theirs are the weights, and FP32 after them is but a copy
         for name, element_type in (*layer.inputs.items(), *layer.outputs.items()):
             if name in float32 and element_type:
                 # A layer may read a copy in another type of a tensor that was computed in FP32.
@@ -143,7 +145,7 @@ def islands(layers: Iterable[EngineLayer], float32: Mapping[str, str]) -> Island
     }
     nodes = dict.fromkeys(float32.values())
     told = {float32[name] for name in found}
-    swallowed |= {node: weights[node] for node in nodes if node in weights and node not in told}
+    swallowed |= {node: weights[node] for node in nodes if node in weights and (node not in told or node in owners)}
     seen = told - swallowed.keys()
     return Islands(
         tuple(node for node in nodes if node in seen),

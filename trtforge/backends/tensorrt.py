@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from trtforge.backends.capabilities import capability, version_numbers
+from trtforge.backends.capabilities import capability, is_weakly_typed, version_numbers
 from trtforge.backends.engine_build import FLAG_SETTINGS, base_request, refuse_settings, run_build
 from trtforge.backends.inspection import EngineLayer, Islands, engine_layers, islands, layer_tactics
 from trtforge.backends.surroundings import NOTHING_AROUND, CalibrationBatches, Recorded, Surroundings
@@ -36,7 +36,6 @@ _CALIBRATORS: Final = {
 }
 """Algorithm in the first line of a calibration cache -> the class that reads it."""
 _LOW: Final = ("float16", "bfloat16")
-_FIRST_STRONG: Final = (10,)
 _MOST_SHOWN: Final = 10
 _MOST_NAMED: Final = 3
 _JUDGED_BYTES: Final = 4 << 20
@@ -107,10 +106,6 @@ def _model_name(graph: Graph) -> str:
 
 def _install(unit: BuildUnit) -> str:
     return f"pip install tensorrt=={unit.backend_version}"
-
-
-def _is_weak(unit: BuildUnit) -> bool:
-    return version_numbers(unit.backend_version) < _FIRST_STRONG
 
 
 def _keep_tactics(request: dict[str, Any], unit: BuildUnit, around: Surroundings) -> None:
@@ -198,7 +193,7 @@ def _allow_types(request: dict[str, Any], unit: BuildUnit, graph: Graph, around:
         CapabilityError: the engine shall keep nodes in FP32 and tell nothing of its layers.
     """
     implicit = request["calibration"] is not None
-    if not _is_weak(unit) and not implicit:
+    if not is_weakly_typed(unit.backend_version) and not implicit:
         return {}
     is_lowered = any(name in graph.element_types for name in _LOW)
     allowed = {"FP16": is_lowered or around.rest_fp16, "INT8": graph.has_qdq or implicit}
@@ -272,8 +267,9 @@ def _too_large(unit: BuildUnit, graph: Graph, size_bytes: int) -> str:
     Its fused blocks do not tell their types, but FP32 weights take twice the bytes of FP16 ones. Each profile may bring
     its own copy, and small engines hold more kernels than weights, so that these are not judged.
     """
+    is_weak = is_weakly_typed(unit.backend_version)
     is_lowered = any(name in graph.element_types for name in _LOW)
-    if not _is_weak(unit) or not is_lowered or len(unit.profiles) > 1 or graph.weight_bytes < _JUDGED_BYTES:
+    if not is_weak or not is_lowered or len(unit.profiles) > 1 or graph.weight_bytes < _JUDGED_BYTES:
         return ""
     ratio = size_bytes / graph.weight_bytes
     if ratio < _FP32_RATIO:

@@ -45,7 +45,7 @@ def trtexec_command(unit: BuildUnit, request: Mapping[str, Any], model_name: str
         model_name: file name of the ONNX model that is parsed.
         float32_nodes: that are bound to FP32, by the names that TensorRT's parser gives their layers.
     """
-    if _has_no_command(unit, request):
+    if _why_no_command(unit, request):
         return ""
     words = ["trtexec", f"--onnx={model_name}", f"--saveEngine={unit.identifier}.engine", "--skipInference"]
     words += _profiles(unit, request)
@@ -60,13 +60,13 @@ def trtexec_command(unit: BuildUnit, request: Mapping[str, Any], model_name: str
 
 def trtexec_gap(unit: BuildUnit, request: Mapping[str, Any]) -> str:
     """A sentence on what trtexec cannot ask for; "" where its command asks for the same engine."""
-    if reason := _has_no_command(unit, request):
+    if reason := _why_no_command(unit, request):
         return f"no trtexec command asks for this engine: {reason}"
     missing = [name for name, flag in _WITHOUT_OPTION.items() if request["flags"].get(flag)]
     return f"the trtexec command leaves out {' and '.join(missing)}, for which it has no option" if missing else ""
 
 
-def _has_no_command(unit: BuildUnit, request: Mapping[str, Any]) -> str:
+def _why_no_command(unit: BuildUnit, request: Mapping[str, Any]) -> str:
     """Why, "" where there is one. Its only calibrator reads caches of entropy, and measures anew on noise if it finds another."""
     if len(unit.profiles) > 1 and _major(unit) < _FIRST_WITH_PROFILES:
         return f"that of {unit.backend_version} takes one profile"

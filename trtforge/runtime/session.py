@@ -394,7 +394,10 @@ def _source_of_weights(artifact: Artifact, models: Sequence[Graph]) -> Graph | N
     raise CapabilityError(
         f"{artifact.identifier} was built without its weights, which are in the model {artifact.graph_digest[:12]}",
         detail=[f"given: {shown_path(model.path)} {model.digest[:12]}" for model in models],
-        next_step=f"trtforge store get {artifact.graph_digest[:12]} model.onnx, then add --model model.onnx",
+        next_step=(
+            f"add --model FILE.onnx, that model; trtforge store get {artifact.graph_digest[:12]} FILE.onnx gets one that"
+            " trtforge lowered"
+        ),
     )
 
 

@@ -47,9 +47,12 @@ class _Rig(Rig):
             values[:] = [value + off for value in values]
         return done
 
-    def _layers(self, _inspector, _format):
+    def _layers(self, inspector, _format):
+        context = inspector.__dict__.get("execution_context")
+        is_told = context is not None and context.shape is not None
         types = os.environ.get("LAYERS", "FP32").split()
-        outputs = [[{"Name": "y", "Format/Datatype": f"Row major linear {name}"}] for name in types]
+        texts = [f"Row major linear {name}" if is_told else "N/A due to dynamic shapes" for name in types]
+        outputs = [[{"Name": "y", "Format/Datatype": text}] for text in texts]
         return json.dumps({"Layers": [{"Name": "add", "LayerType": "ElementWise", "Outputs": one} for one in outputs]})
 
 

@@ -125,10 +125,10 @@ def _build(builder, network, config):
 
 
 def _information(inspector, _format):
-    """Like the real one, it tells no types of open sizes without a context that has shapes."""
+    """Like the real one, it tells no types of open sizes without a context that inferred all its shapes."""
     network, config = stand_in.last
     context = inspector.__dict__.get("execution_context")
-    is_told = all(-1 not in tensor.shape or (context and tensor.name in context.sizes) for tensor in network.inputs)
+    is_told = (context is not None and context.is_inferred) or all(-1 not in tensor.shape for tensor in network.inputs)
     low = "FP16" if "FP16" in config.on else "FP32"
     swallowed = os.environ.get("STAND_IN_SWALLOW")
 
@@ -157,6 +157,13 @@ def _information(inspector, _format):
             "Bindings": [],
         }
     )
+
+
+def _infer_shapes(context):
+    network, _ = stand_in.last
+    missing = [tensor.name for tensor in network.inputs if -1 in tensor.shape and tensor.name not in context.sizes]
+    context.__dict__["is_inferred"] = not missing
+    return missing
 
 
 def _config(builder):
@@ -239,8 +246,10 @@ _METHODS = {
     "ITimingCache.query": _query,
     "TimingCacheKey.__str__": lambda key: key.text,
     "Runtime.deserialize_cuda_engine": lambda _runtime, _data: stand_in.make("ICudaEngine"),
-    "ICudaEngine.create_execution_context": lambda _engine: stand_in.make("IExecutionContext", sizes={}),
-    "IExecutionContext.infer_shapes": lambda _context: [],
+    "ICudaEngine.create_execution_context": lambda _engine: stand_in.make(
+        "IExecutionContext", sizes={}, is_inferred=False
+    ),
+    "IExecutionContext.infer_shapes": _infer_shapes,
     "IExecutionContext.set_input_shape": lambda context, name, shape: context.sizes.update({name: shape}) or True,
     "ICudaEngine.create_engine_inspector": lambda _engine: stand_in.make("EngineInspector"),
     "EngineInspector.get_engine_information": _information,
