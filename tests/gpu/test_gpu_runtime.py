@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -16,7 +17,6 @@ from place import DIGITS, Place, cosine, images, raises, run_all
 
 from trtforge.bench import bench
 from trtforge.errors import CapabilityError, GraphError, IntegrityError
-from trtforge.runtime.lane import Lane
 from trtforge.runtime.measure import Switches, lanes_of, measure
 from trtforge.runtime.session import EngineSession
 
@@ -69,6 +69,19 @@ def test_verify_runs_the_engine_on_the_samples_and_over_all_profiles(built):
         print(done.stdout)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "layers by type: " in done.stdout
+
+
+def test_nodes_that_stay_in_fp32_are_told_by_their_types(built):
+    kept = "precision: {{type: fp16, keep: {{fp32: ['/stem/stem.0/*']}}}}"
+    text = DIGITS.replace("precision: {{type: {precision}}}", kept)
+
+    path = built.build("kept", text, settings=", profiling_verbosity: detailed")
+
+    (artifact,) = json.loads(path.read_text())["artifacts"]
+    if "STRONGLY_TYPED" not in artifact["network_flags"]:
+        (note,) = (note for note in artifact["notes"] if "bound to FP32 the engine shows" in note)
+        print(note)
+        assert "shows 0 in FP32" not in note
 
 
 def test_outputs_are_those_of_onnxruntime_through_both_libraries(built):
@@ -174,19 +187,17 @@ def test_an_engine_is_not_slower_than_itself(built):
 
 
 def test_the_median_is_that_of_a_bare_loop(built):
+    alone = replace(QUICK, transfers=False, one_at_a_time=True)
     with EngineSession.open(built.manifest("digits-fp32")) as session:
         feeds = {"image": images(256)}
-        lane = session.lane(session.profile(feeds))
-        lane.prepare(feeds)
-        bare = bare_median(lane, session.cuda)
-        ours = np.median(
-            measure([lanes_of(session, session.profile(feeds), 0, QUICK)], session.cuda, feeds, QUICK).compute
-        )
+        lanes = lanes_of(session, session.profile(feeds), 0, alone)
+        ours = np.median(measure([lanes], session.cuda, feeds, alone).compute)
+        bare = bare_median(lanes[0], session.cuda)
     print(f"bare loop {bare:.4f} ms, measured {ours:.4f} ms")
     assert abs(ours / bare - 1) < 0.1  # an engine this small spends most of it on being started
 
 
-def bare_median(lane: Lane, cuda) -> float:
+def bare_median(lane, cuda):
     start, end = cuda.event(spin=True), cuda.event(spin=True)
     times = []
     for _ in range(500):

@@ -78,7 +78,8 @@ class Lane:
         Raises:
             CapabilityError: the GPU has no memory for it, or the engine allows no second context of a profile.
         """
-        self._trt, self._cuda, self._log = trt, cuda, log
+        self._trt, self._engine, self._cuda, self._profile_index, self._log = trt, engine, cuda, profile_index, log
+        self._remembers_sizes = trt.__version__.startswith("8.")
         self._memory: dict[str, _Memory] = {}
         self._allocators: dict[str, Any] = {}
         self._shapes: dict[str, Shape] = {}
@@ -91,26 +92,10 @@ class Lane:
         self.output_names = tuple(name for name in names if not is_input[name])
         self._types = {name: _type(name, engine.get_tensor_dtype(name).name) for name in names}
         self._on_host = {name for name in names if engine.get_tensor_location(name) == trt.TensorLocation.HOST}
-        log.clear()  # what it says of something else is no reason
-        self._context = engine.create_execution_context()
-        if self._context is None:
-            free, total = cuda.memory()
-            raise CapabilityError(
-                f"an execution context needs {context_bytes(engine) / 2**20:.1f} MiB of GPU memory, "
-                f"and {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB are free",
-                detail=log[-_SHOWN_LINES:],
-                next_step="nvidia-smi  # shows what else uses the GPU",
-            )
+        self._context = self._new_context()
         self.stream: int = cuda.stream() if beside is None else beside.stream
         self._owns_stream = beside is None
-        if not self._context.set_optimization_profile_async(profile_index, self.stream):
-            self.close()
-            raise CapabilityError(
-                "TensorRT gives a second context of the same profile only to engines that were built for it",
-                detail=log[-_SHOWN_LINES:],
-                next_step="use 1 stream, or build the engine again with this version of trtforge",
-            )
-        cuda.synchronize(self.stream)
+        self._choose_profile()
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Element type of an input or output."""
@@ -139,6 +124,10 @@ class Lane:
         self._forget_graphs()  # Source: TensorRT developer guide: changing a context makes its recorded graphs undefined
         self._is_ready = False
         self._log.clear()
+        if self._allocators and self._remembers_sizes:
+            self._context = None  # whose memory the next one takes
+            self._context = self._new_context()
+            self._choose_profile()
         for name, array in arrays.items():
             self._set_input(name, array)
         try:
@@ -256,11 +245,36 @@ class Lane:
             for memory in self._memory.values():
                 steps.callback(self._cuda.free_host, memory.host)
                 steps.callback(self._cuda.free, memory.device)
+            steps.callback(setattr, self, "_engine", None)
             steps.callback(setattr, self, "_context", None)
             steps.callback(self._forget_graphs)
             with suppress(CapabilityError):  # what stopped the GPU was told to whoever waited for it
                 for stream in (self.stream, *((self._beside.out,) if self._beside else ())):
                     self._cuda.synchronize(stream)
+
+    def _new_context(self) -> Any:
+        self._log.clear()  # what it says of something else is no reason
+        context = self._engine.create_execution_context()
+        if context is None:
+            free, total = self._cuda.memory()
+            raise CapabilityError(
+                f"an execution context needs {context_bytes(self._engine) / 2**20:.1f} MiB of GPU memory, "
+                f"and {free / 2**20:.1f} MiB of {total / 2**20:.1f} MiB are free",
+                detail=self._log[-_SHOWN_LINES:],
+                next_step="nvidia-smi  # shows what else uses the GPU",
+            )
+        return context
+
+    def _choose_profile(self) -> None:
+        if not self._context.set_optimization_profile_async(self._profile_index, self.stream):
+            lines = self._log[-_SHOWN_LINES:]
+            self.close()
+            raise CapabilityError(
+                "TensorRT gives a second context of the same profile only to engines that were built for it",
+                detail=lines,
+                next_step="use 1 stream, or build the engine again with this version of trtforge",
+            )
+        self._cuda.synchronize(self.stream)
 
     def _recorded(self, *, transfers: bool) -> Any:
         self._cuda.begin_capture(self.stream)
@@ -314,15 +328,26 @@ class Lane:
 
     def _set_output(self, name: str) -> None:
         shape = tuple(self._context.get_tensor_shape(name))
-        # After a run, 8.6 gives that run's sizes in place of -1.
         if name in self._allocators or any(size < 0 for size in shape):
-            if name not in self._allocators:
-                self._allocators[name] = _growing(self._trt, self._cuda)
-                self._context.set_output_allocator(name, self._allocators[name])
+            self._set_allocator(name)
             return
         self._make_room(name, math.prod(shape) * self._types[name].itemsize)
         self._set_address(name)
         self._shapes[name] = shape
+
+    def _set_allocator(self, name: str) -> None:
+        """Lets TensorRT ask for the memory of an output that is sized by the data.
+
+        Seen with 8.6: a context that has run tells that run's sizes in place of -1, and asks for less memory than the next
+        run takes. So it is replaced for other shapes, and the output has what it can take at most.
+        """
+        is_new = name not in self._allocators
+        if is_new:
+            self._allocators[name] = _growing(self._trt, self._cuda)
+        if self._remembers_sizes:
+            self._allocators[name].least = self._context.get_max_output_size(name)
+        if is_new or self._remembers_sizes:
+            self._context.set_output_allocator(name, self._allocators[name])
 
     def _set_address(self, name: str) -> None:
         memory = self._memory[name]
@@ -430,17 +455,19 @@ def _growing(trt: Any, cuda: Cuda) -> Any:
         def __init__(self) -> None:
             trt.IOutputAllocator.__init__(self)
             self.pointer, self.size, self.shape = 0, 0, ()
+            self.least = 1  # bytes that are taken, however little is asked for
             self.error: CapabilityError | None = None
 
         def reallocate_output(self, _name: str, _memory: int, size: int, _alignment: int) -> int:
-            if size > self.size or not self.pointer:
+            wanted = max(size, self.least, 1)
+            if wanted > self.size:
                 self.close()
                 try:
-                    self.pointer = cuda.allocate(max(size, 1))
+                    self.pointer = cuda.allocate(wanted)
                 except CapabilityError as error:  # an exception may not pass through TensorRT; no memory is its answer
                     self.error = error
                     return 0
-                self.size = max(size, 1)
+                self.size = wanted
             return self.pointer
 
         def reallocate_output_async(self, name: str, memory: int, size: int, alignment: int, _stream: int) -> int:
