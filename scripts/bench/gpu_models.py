@@ -1,6 +1,6 @@
 """BERT-base, bert-intent and ResNet-50 on this machine's GPU: README's table of engines, beside PyTorch.
 
-    python scripts/bench/gpu_models.py FOLDER --torch-python PYTHON [--models resnet50] [--precisions fp16,int8]
+    python scripts/bench/gpu_models.py FOLDER --torch-python PYTHON [--models resnet50] [--precisions fp16,implicit]
 
 PYTHON has torch, transformers and torchvision; this interpreter has trtforge and TensorRT. Models, engines and the store go
 to FOLDER, so that a second run measures without building. Weights, inputs and calibration data are random.
@@ -28,11 +28,16 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "bert_intent": {"input_ids": (128,), "attention_mask": (128,)},
 }
 """Model -> input -> shape of one row."""
-PEERS = ("eager-fp32", "eager-fp16", "compile-fp16")
+PRECISIONS = {
+    "fp32": "{type: fp32}",
+    "fp16": "{type: fp16}",
+    "int8": "{type: int8}",
+    "implicit": "{type: int8, quantization: implicit}",
+}
 CALIBRATION_ROWS = 64
 """Enough for the scales of random data; real data take 1,000."""
 BUILDER = "builder: {optimization_level: 3, tactic_sources: [edge_mask_convolutions, jit_convolutions]}"
-HEADER = ("model", "builder s", "MB", "p50 at 1 / 8 / 32, ms", "p99", "queries/s", "CUDA graph, p50", "GPU MiB")
+HEADER = ("model", "builder s", "MB", "p50 at 1 / 8 / 32, ms", "p99", "queries/s", "CUDA graph, p50", "p99", "GPU MiB")
 
 
 def write_specs(folder: Path, model: str, precisions: Sequence[str], gpu: str) -> dict[str, Path]:
@@ -44,8 +49,8 @@ def write_specs(folder: Path, model: str, precisions: Sequence[str], gpu: str) -
     rest = f"profiles: [{{inputs: {json.dumps(sizes)}}}]\ntargets: [{{backend: tensorrt, gpus: [{gpu}]}}]\n{BUILDER}\n"
     write_calibration(folder / f"{model}.npz", model)
     texts = {
-        precision: f"model: {{onnx: {model}.onnx}}\nprecision: {{type: {precision}}}\noutput: {model}-{precision}\n"
-        + (f"calibration: {{data: {model}.npz}}\n" if precision == "int8" else "")
+        precision: f"model: {{onnx: {model}.onnx}}\nprecision: {PRECISIONS[precision]}\noutput: {model}-{precision}\n"
+        + (f"calibration: {{data: {model}.npz}}\n" if "int8" in PRECISIONS[precision] else "")
         for precision in precisions
     }
     texts["torch"] = f'model: {{torch: {{callable: "{PEER}:{model}"}}}}\n'
@@ -105,22 +110,23 @@ def engine_row(folder: Path, model: str, precision: str, spec: Path) -> list[str
         joined(point["latency"]["percentiles"]["99.0"] for point in points),
         joined(point["throughput_qps"] for point in points),
         joined(point["latency"]["percentiles"]["50.0"] for point in graph["points"]),
+        joined(point["latency"]["percentiles"]["99.0"] for point in graph["points"]),
         f"{(plain['engine_bytes'] + points[-1]['context_bytes']) / 2**20:.0f}",
     ]
 
 
-def peer_rows(manifest: Path, spec: Path, model: str, python: str) -> Iterator[list[str]]:
+def peer_rows(manifest: Path, spec: Path, model: str, python: str, names: Sequence[str]) -> Iterator[list[str]]:
     """PyTorch at the same sizes; a peer that did not run says why."""
-    names = [word for name in PEERS for word in ("--peer", name)]
-    found = bench(manifest, "--spec", str(spec), "--peer-python", python, *names)["peers"]
-    for name in PEERS:
+    words = [word for name in names for word in ("--peer", name)]
+    found = bench(manifest, "--spec", str(spec), "--peer-python", python, *words)["peers"]
+    for name in names:
         points = [point for point in found if point["peer"] == name]
         reasons = {point["reason"] for point in points if point["times"] is None}
         times = [point["times"] for point in points if point["times"] is not None]
         p50 = joined(one["latency"]["percentiles"]["50.0"] for one in times)
         p99 = joined(one["latency"]["percentiles"]["99.0"] for one in times)
         qps = joined(one["throughput_qps"] for one in times)
-        yield [f"{model}, PyTorch {name}", "", "", "; ".join([p50, *sorted(reasons)]).strip("; "), p99, qps, "", ""]
+        yield [f"{model}, PyTorch {name}", "", "", "; ".join([p50, *sorted(reasons)]).strip("; "), p99, qps, "", "", ""]
 
 
 def main() -> None:
@@ -129,7 +135,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--precisions", default="fp32,fp16,int8")
+    parser.add_argument("--precisions", default="fp32,fp16,int8", help=f"of {', '.join(PRECISIONS)}")
+    parser.add_argument("--peers", default="eager-fp32,eager-fp16,compile-fp16", help="none if empty")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     facts = machine_facts()
@@ -145,7 +152,8 @@ def main() -> None:
         specs = write_specs(asked.folder, model, precisions, facts.gpus[0].model)
         rows += [engine_row(asked.folder, model, precision, specs[precision]) for precision in precisions]
         manifest = asked.folder / f"{model}-{precisions[-1]}" / "manifest.json"
-        rows += peer_rows(manifest, specs["torch"], model, asked.torch_python)
+        if asked.peers:
+            rows += peer_rows(manifest, specs["torch"], model, asked.torch_python, asked.peers.split(","))
     print_table(HEADER, rows)
 
 
