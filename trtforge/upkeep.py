@@ -145,7 +145,7 @@ def copy_blob(root: Path, digits: str, target: Path) -> str:
 
     Args:
         root: folder of the store.
-        digits: the first digits of its SHA-256, as many as tell it from others.
+        digits: the first digits of its SHA-256, or of the key of the one record that has it, as many as tell it from others.
         target: the new file.
 
     Raises:
@@ -156,14 +156,21 @@ def copy_blob(root: Path, digits: str, target: Path) -> str:
     _refuse_other_folder(root)
     if not _DIGITS.fullmatch(digits):
         raise CommandLineError(f"found '{digits}', expected 6 or more hexadecimal digits", next_step=_LIST)
-    found = [path for path in _blob_paths(root) if path.name.startswith(digits)]
+    found = {path.name: "" for path in _blob_paths(root) if path.name.startswith(digits)}
+    if not found:
+        records = [stored.record for stored in stored_stages(root) if stored.record.key.startswith(digits)]
+        named = {digest: f" {name} of {one.stage}" for one in records for name, digest in one.blobs.items()}
+        found = {digest: what for digest, what in named.items() if blob_path(root, digest).exists()}
     if len(found) != 1:
         raise CommandLineError(
-            f"{root} holds {len(found) or 'no'} files whose digest begins with {digits}", next_step=_LIST
+            f"{root} holds {len(found) or 'no'} files whose digest, or record's key, begins with {digits}",
+            detail=[f"{digest[:12]}{what}" for digest, what in found.items()],
+            next_step=f"trtforge store get {next(iter(found))[:12]} {shown_path(target)}" if found else _LIST,
         )
     if target.exists():
         raise CommandLineError(f"{shown_path(target)} is there already", next_step="name another file")
-    (source,) = found
+    (name,) = found
+    source = blob_path(root, name)
     with explained(target.parent, _size(source), f"ls -ld {target.parent}"):
         with source.open("rb") as reader:
             aside, digest = write_aside(target.parent, reader)

@@ -424,6 +424,25 @@ def test_a_file_is_copied_out_by_its_first_digits(root, three, tmp_path):
     assert (tmp_path / "copy").read_bytes() == b"old"
 
 
+def test_a_file_is_copied_out_by_the_key_of_its_record(root, three, tmp_path):
+    (digest,) = three.blobs.values()
+    assert upkeep.copy_blob(root, three.key[:8], tmp_path / "copy") == digest
+
+
+def test_a_record_of_several_files_names_them(root, tmp_path, warnings):
+    with open_store(root, warnings.append) as store:
+        for name in ("engine", "graph"):
+            (store.work_dir / name).write_text(name)
+        files = {name: store.work_dir / name for name in ("engine", "graph")}
+        record = store.put(KEY, 1, files, "two files")
+
+    with pytest.raises(CommandLineError, match="holds 2 files whose digest, or record's key") as caught:
+        upkeep.copy_blob(root, record.key[:12], tmp_path / "copy")
+
+    (problem,) = caught.value.problems
+    assert {line.partition(" ")[2] for line in problem.detail} == {"engine of a stage", "graph of a stage"}
+
+
 @pytest.mark.parametrize(
     ("digits", "text"),
     [("../../x", "expected 6 or more"), ("abcde", "expected 6 or more"), ("0" * 64, "holds no files")],

@@ -49,7 +49,12 @@ def list_records(store: StoreOption = None, as_json: JsonOption = False) -> None
 
 @verbs.command("get")
 def get_file(
-    digest: Annotated[str, typer.Argument(help="SHA-256 as a manifest or ls --json names it, or its first digits.")],
+    digest: Annotated[
+        str,
+        typer.Argument(
+            help="SHA-256 of a file as a manifest or ls --json names it, or a key as ls names it; its first digits."
+        ),
+    ],
     file: Annotated[Path, typer.Argument(help="Where to copy it.")],
     store: StoreOption = None,
     as_json: JsonOption = False,
