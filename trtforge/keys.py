@@ -22,10 +22,10 @@ VERSIONS = {
     "ingest": 1,
     "traffic": 1,
     "profile check": 1,
-    "calibrate": 1,
+    "calibrate": 2,
     "parity": 4,
     "parity engine": 2,
-    "lower": 4,
+    "lower": 5,
     "build": 5,
     "bench": 2,
 }

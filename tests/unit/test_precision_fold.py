@@ -94,6 +94,13 @@ CASES = {
         2,
         ["MatMul", "Add"],
     ),
+    "copies of a constant": (
+        """(float[N,3,8,8] x) => (float[N,4,6,6] y) { copy = Identity(b) again = Identity(copy)
+           h = Conv(x, w, copy) i = Add(h, c) y = Mul(i, i) z = Mul(again, again) }""",
+        {"w": normal(4, 3, 3, 3), "b": normal(4), "c": CHANNELS},
+        3,
+        ["Conv", "Mul", "Mul"],
+    ),
     "a row without a layer": (
         "(float[N,4] x) => (float[N,4] y) { h = Relu(x) i = Div(h, six) j = Mul(c, i) k = Add(j, c) y = Sub(k, six) }",
         {"c": normal(4), "six": np.float32(6)},
@@ -119,6 +126,11 @@ def test_what_is_folded_computes_the_same(name):
 CONV = "h = Conv(x, w, b)"
 W = {"w": normal(4, 3, 3, 3), "b": normal(4)}
 LEFT_ALONE = {
+    "a copy that is an output": (f"(float[N,3,8,8] x) => (float[N,4,6,6] h, float[4] d) {{ {CONV} d = Identity(b) }}", {}),
+    "a copy of what others may set": (
+        "(float[N,3,8,8] x, float[4] c) => (float[N,4,6,6] y) { d = Identity(c) y = Conv(x, w, d) }",
+        {},
+    ),
     "read twice": (f"(float[N,3,8,8] x) => (float[N,4,6,6] y) {{ {CONV} i = Mul(h, c) y = Add(i, h) }}", {"c": CHANNELS}),
     "an output": (f"(float[N,3,8,8] x) => (float[N,4,6,6] h, float[N,4,6,6] y) {{ {CONV} y = Mul(h, c) }}", {"c": CHANNELS}),
     "along another axis": (f"(float[N,3,8,8] x) => (float[N,4,6,6] y) {{ {CONV} y = Mul(h, c) }}", {"c": normal(6)}),
@@ -180,6 +192,21 @@ def test_subgraphs_and_constant_nodes():
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
     then = next(a.g for a in model.graph.node[0].attribute if a.name == "then_branch")
     assert [node.op_type for node in then.node] == ["Conv"]
+
+
+def test_copies_that_subgraphs_read_and_copies_that_are_kept():
+    text = """(float[2,3,8,8] x, bool c) => (float[2,4,6,6] y) {
+      [first] d = Identity(b) [second] e = Identity(b)
+      y = If (c) <then_branch = t () => (float[2,4,6,6] p) { p = Conv(x, w, d) },
+                  else_branch = f () => (float[2,4,6,6] q) { q = Conv(x, w, e) }> }"""
+    model = parse(text, **W)
+    feeds = {"x": normal(2, 3, 8, 8), "c": np.array(True)}
+    (before,) = ReferenceEvaluator(model).run(None, feeds)
+
+    assert fold(model, KeepRules(("second",))) == 1
+
+    assert np.array_equal(ReferenceEvaluator(model).run(None, feeds)[0], before)
+    assert [node.name for node in model.graph.node if node.op_type == "Identity"] == ["second"]
 
 
 def test_weights_in_another_file(tmp_path):

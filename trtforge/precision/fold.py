@@ -7,6 +7,7 @@ no engine ever computes it. Constants are computed in float64 and rounded once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -84,7 +85,8 @@ def fold(model: ModelProto, keep: KeepRules = KeepRules(), folder: Path | None =
     Guarantees: the model computes the same function but for the rounding of FP32; values that are outputs, or that
     several nodes read, keep their names. Behind a Conv, ConvTranspose, Gemm or MatMul they go into its constant weights
     and bias; a MatMul has no bias, so that one addition stays. Elsewhere a row of them becomes one multiplication and
-    one addition. Weights that several nodes read are left alone, and so are the nodes of `keep`.
+    one addition. Weights that several nodes read are left alone, and so are the nodes of `keep`. Whoever reads an Identity
+    of a constant, which exporters write where layers share one, reads the constant: TensorRT 8.6 takes a bias only as one.
 
     Args:
         model: sorted, every node with a name.
@@ -116,18 +118,20 @@ class _Folding:
         self.reads = Counter(name for node in nodes for name in node.input)
         # Whoever runs the graph reads its outputs, so that no such value has a single reader.
         self.reads.update(info.name for graph in self.graphs for info in (*graph.output, *graph.output))
+        self.outputs = {info.name for graph in self.graphs for info in graph.output}
         self.names = {name for node in nodes for name in (*node.output, *node.input, node.name)}
         self.constants: dict[str, TensorProto] = {}
         self.unread: set[str] = set()
 
     def fold(self, graph: GraphProto) -> None:
         """Folds in one graph, not in those that its nodes carry."""
-        nodes = list(graph.node)
         inputs = {info.name for info in graph.input}
         self.constants.update((tensor.name, tensor) for tensor in graph.initializer if tensor.name not in inputs)
-        for node in nodes:
+        for node in graph.node:
             if node.op_type == "Constant" and is_standard(node) and (tensor := constant_tensor(node)) is not None:
                 self.constants[node.output[0]] = tensor
+        self._drop_copies(graph)
+        nodes = list(graph.node)
         readers = {name: node for node in nodes for name in node.input}
         gone: set[str] = set()
         result: list[NodeProto] = []
@@ -138,6 +142,31 @@ class _Folding:
             copies = [NodeProto.FromString(node.SerializeToString()) for node in result]
             del graph.node[:]
             graph.node.extend(copies)
+
+    def _drop_copies(self, graph: GraphProto) -> None:
+        sources: dict[str, str] = {}
+        places = []
+        for place, node in enumerate(graph.node):
+            if self._is_copy(node, sources):
+                source = node.input[0]
+                sources[node.output[0]] = sources.get(source, source)
+                self.reads[source] -= 1
+                places.append(place)
+        for place in reversed(places):
+            del graph.node[place]
+        self.unread.update(sources)
+        self.num_gone += len(sources)
+        for node in (node for each in all_graphs(graph) for node in each.node):
+            for position, name in enumerate(node.input):
+                if name in sources:
+                    node.input[position] = sources[name]
+                    self.reads.subtract([name])
+                    self.reads.update([sources[name]])
+
+    def _is_copy(self, node: NodeProto, copies: Container[str]) -> bool:
+        if node.op_type != "Identity" or not is_standard(node) or self._is_kept(node):
+            return False
+        return (node.input[0] in self.constants or node.input[0] in copies) and node.output[0] not in self.outputs
 
     def _folded(
         self, node: NodeProto, graph: GraphProto, readers: dict[str, NodeProto], gone: set[str]
