@@ -101,6 +101,20 @@ CASES = {
         3,
         ["Conv", "Mul", "Mul"],
     ),
+    "a bias that is reshaped": (
+        """(float[N,3,8,8] x) => (float[N,4,6,6] y) { again = Identity(b) c = Reshape(again, shape)
+           h = Conv(x, w) y = Add(h, c) }""",
+        {"w": normal(4, 3, 3, 3), "b": normal(4), "shape": np.array([1, -1, 1, 1])},
+        3,
+        ["Conv"],
+    ),
+    "weights that are transposed": (
+        """(float[N,5] x) => (float[N,4] y) { v = Transpose(w) u = Unsqueeze(v, axes) t = Squeeze(u)
+           s = Reshape<allowzero = 0>(t, same) h = MatMul(x, s) y = Mul(h, c) }""",
+        {"w": normal(4, 5), "c": normal(4), "axes": np.array([-1, 0]), "same": np.array([0, -1])},
+        5,
+        ["MatMul"],
+    ),
     "a row without a layer": (
         "(float[N,4] x) => (float[N,4] y) { h = Relu(x) i = Div(h, six) j = Mul(c, i) k = Add(j, c) y = Sub(k, six) }",
         {"c": normal(4), "six": np.float32(6)},
@@ -127,6 +141,18 @@ CONV = "h = Conv(x, w, b)"
 W = {"w": normal(4, 3, 3, 3), "b": normal(4)}
 LEFT_ALONE = {
     "a copy that is an output": (f"(float[N,3,8,8] x) => (float[N,4,6,6] h, float[4] d) {{ {CONV} d = Identity(b) }}", {}),
+    "a reshape that is none": (
+        "(float[N,3,8,8] x) => (float[N,4,6,6] y) { d = Reshape(b, shape) e = Relu(d) y = Conv(x, w, b) }",
+        {"shape": np.array([3, 5])},
+    ),
+    "large weights in two shapes": (
+        "(float[N,3] x) => (float[N,30000] y, float[30000,N] z) { v = Transpose(big) y = MatMul(x, v) u = Transpose(x) z = MatMul(big, u) }",
+        {"big": normal(30000, 3)},
+    ),
+    "a bias of integers": (
+        "(float[N,3,8,8] x) => (float[N,4,6,6] y) { d = Squeeze(n) e = Cast<to = 1>(d) y = Conv(x, w, e) }",
+        {"n": np.ones((1, 4), np.int64)},
+    ),
     "a copy of what others may set": (
         "(float[N,3,8,8] x, float[4] c) => (float[N,4,6,6] y) { d = Identity(c) y = Conv(x, w, d) }",
         {},

@@ -7,7 +7,7 @@ no engine ever computes it. Constants are computed in float64 and rounded once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +27,10 @@ _MOST_EXTERNAL_BYTES = 256 << 20
 _MOST = LARGEST["float16"] / 4
 """Constants that folding would make larger than this are left apart: FP16 could not hold the layer."""
 
+_MOST_DOUBLED = 1 << 16
+"""A larger constant that is read in two shapes, such as the words of an embedding, is not stored twice."""
+
+_MOVES = frozenset(["Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
 _FOLLOWERS = frozenset(["Add", "BatchNormalization", "Div", "Mul", "Sub"])
 _Array = NDArray[np.float64]
 
@@ -85,8 +89,9 @@ def fold(model: ModelProto, keep: KeepRules = KeepRules(), folder: Path | None =
     Guarantees: the model computes the same function but for the rounding of FP32; values that are outputs, or that
     several nodes read, keep their names. Behind a Conv, ConvTranspose, Gemm or MatMul they go into its constant weights
     and bias; a MatMul has no bias, so that one addition stays. Elsewhere a row of them becomes one multiplication and
-    one addition. Weights that several nodes read are left alone, and so are the nodes of `keep`. Whoever reads an Identity
-    of a constant, which exporters write where layers share one, reads the constant: TensorRT 8.6 takes a bias only as one.
+    one addition. Weights that several nodes read are left alone, and so are the nodes of `keep`. First, whoever reads an
+    Identity of a constant, which PyTorch writes where layers share one, reads the constant, and one that is only reshaped or
+    transposed, as Paddle writes biases, is stored so.
 
     Args:
         model: sorted, every node with a name.
@@ -130,7 +135,7 @@ class _Folding:
         for node in graph.node:
             if node.op_type == "Constant" and is_standard(node) and (tensor := constant_tensor(node)) is not None:
                 self.constants[node.output[0]] = tensor
-        self._drop_copies(graph)
+        self._resolve_constants(graph)
         nodes = list(graph.node)
         readers = {name: node for node in nodes for name in node.input}
         gone: set[str] = set()
@@ -143,30 +148,48 @@ class _Folding:
             del graph.node[:]
             graph.node.extend(copies)
 
-    def _drop_copies(self, graph: GraphProto) -> None:
+    def _resolve_constants(self, graph: GraphProto) -> None:
+        """Removes nodes that copy or move constants."""
         sources: dict[str, str] = {}
         places = []
         for place, node in enumerate(graph.node):
-            if self._is_copy(node, sources):
-                source = node.input[0]
-                sources[node.output[0]] = sources.get(source, source)
-                self.reads[source] -= 1
-                places.append(place)
+            self._read_instead(node, sources)
+            if not self._takes_constants_alone(node):
+                continue
+            (name,) = node.output
+            if node.op_type == "Identity":
+                sources[name] = node.input[0]
+            elif (array := _moved(node, [self.constants[given] for given in node.input if given])) is not None:
+                self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(array), name)
+                graph.initializer.append(self.constants[name])
+            else:
+                continue
+            self.reads.subtract(node.input)
+            self.unread.update(node.input)
+            places.append(place)
         for place in reversed(places):
             del graph.node[place]
         self.unread.update(sources)
-        self.num_gone += len(sources)
-        for node in (node for each in all_graphs(graph) for node in each.node):
-            for position, name in enumerate(node.input):
-                if name in sources:
-                    node.input[position] = sources[name]
-                    self.reads.subtract([name])
-                    self.reads.update([sources[name]])
+        self.num_gone += len(places)
+        for inner in (node for each in all_graphs(graph) for node in each.node if sources):
+            self._read_instead(inner, sources)
 
-    def _is_copy(self, node: NodeProto, copies: Container[str]) -> bool:
-        if node.op_type != "Identity" or not is_standard(node) or self._is_kept(node):
+    def _read_instead(self, node: NodeProto, sources: Mapping[str, str]) -> None:
+        for position, name in enumerate(node.input):
+            if name in sources:
+                node.input[position] = sources[name]
+                self.reads.subtract([name])
+                self.reads.update([sources[name]])
+
+    def _takes_constants_alone(self, node: NodeProto) -> bool:
+        if node.op_type not in _MOVES or not is_standard(node) or self._is_kept(node) or node.output[0] in self.outputs:
             return False
-        return (node.input[0] in self.constants or node.input[0] in copies) and node.output[0] not in self.outputs
+        given = [self.constants.get(name) for name in node.input if name]
+        if node.op_type == "Identity":
+            return given != [None]
+        if given[0] is not None and self.reads[node.input[0]] > 1 and np.prod(given[0].dims) > _MOST_DOUBLED:
+            return False
+        return all(tensor is not None and tensor.data_location != TensorProto.EXTERNAL for tensor in given)
 
     def _folded(
         self, node: NodeProto, graph: GraphProto, readers: dict[str, NodeProto], gone: set[str]
@@ -379,6 +402,29 @@ class _Folding:
                     del graph.node[position]
 
 
+def _moved(node: NodeProto, given: Sequence[TensorProto]) -> NDArray[Any] | None:
+    """What `node` makes of a constant by moving its values; None where it is no legal move, or not of FP32."""
+    if given[0].data_type != FLOAT:
+        return None
+    array = numpy_helper.to_array(given[0])
+    moves = numpy_helper.to_array(given[1]).reshape(-1).tolist() if given[1:] else _integers(node, "axes")
+    try:
+        match node.op_type:
+            case "Transpose":
+                return np.transpose(array, _integers(node, "perm") or None)
+            case "Squeeze":
+                return np.squeeze(array, tuple(moves) or None)
+            case "Unsqueeze":
+                return np.expand_dims(array, tuple(moves))
+            case _:
+                kept = 0 if _integer(node, "allowzero", 0) else array.ndim
+                return array.reshape(
+                    [size or array.shape[axis] if axis < kept else size for axis, size in enumerate(moves)]
+                )
+    except (ValueError, IndexError):  # whoever runs it says so better
+        return None
+
+
 def _scaled(node: NodeProto, weights: _Array, scale: _Array) -> _Array:
     """Weights whose layer gives `scale` times as much, by channel."""
     rank = weights.ndim
@@ -401,6 +447,11 @@ def _is_holdable(array: _Array) -> bool:
 def _integer(node: NodeProto, name: str, default: int) -> int:
     found: Any = attribute(node, name)
     return int(found.i) if found else default
+
+
+def _integers(node: NodeProto, name: str) -> list[int]:
+    found: Any = attribute(node, name)
+    return list(found.ints) if found else []
 
 
 def _number(node: NodeProto, name: str, default: float) -> float:
