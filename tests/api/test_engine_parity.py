@@ -320,6 +320,7 @@ def test_plan_says_whether_engines_are_run(project, monkeypatch, libraries, text
     engines = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["engines"]
 
     assert lines.count(f"                   {text}") == 1
+    assert lines.count("                   builder avg_timing_iterations 8") == 2
     assert [engine["run"] for engine in engines] == [bool(libraries), False]  # no A100 here
 
 

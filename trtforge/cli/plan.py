@@ -165,19 +165,27 @@ def _print(made: Plan, verdicts: Mapping[str, str]) -> None:
     _row("build_timeout", _word(spec.build_timeout))
     _row("output", shown_path(spec.output))
     for planned in made.units:
-        if planned.missing is None:
-            _row(
-                "engine", f"{planned.unit.identifier}.engine  by {planned.unit.backend} {planned.unit.backend_version}"
-            )
-            _row("", _running(planned.unit, made.facts))
-            if spec.performance:
-                _row("", _measuring(planned.unit, made.facts))
-        else:
-            word = "skipped" if planned.missing.skipped else "not here"
-            _row(word, f"{planned.unit.identifier}: {planned.missing.problem.summary}")
-            _row("", f"next: {planned.missing.problem.next_step}")
+        _print_engine(planned, made)
     for stage, verdict in verdicts.items():
         say(f"{stage}: {verdict}")
+
+
+def _print_engine(planned: PlannedUnit, made: Plan) -> None:
+    unit, spec = planned.unit, made.spec_file.spec
+    if planned.missing is None:
+        _row("engine", f"{unit.identifier}.engine  by {unit.backend} {unit.backend_version}")
+        _row("", _running(unit, made.facts))
+        if spec.performance:
+            _row("", _measuring(unit, made.facts))
+    else:
+        _row(
+            "skipped" if planned.missing.skipped else "not here",
+            f"{unit.identifier}: {planned.missing.problem.summary}",
+        )
+        _row("", f"next: {planned.missing.problem.next_step}")
+    own = [f"{name} {_word(value)}" for name, value in unit.settings.items() if value != getattr(spec.builder, name)]
+    if own:
+        _row("", f"builder {', '.join(own)}")
 
 
 def _running(unit: BuildUnit, facts: MachineFacts) -> str:
