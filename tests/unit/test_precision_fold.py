@@ -248,3 +248,21 @@ def test_weights_in_another_file(tmp_path):
 
     (after,) = ReferenceEvaluator(model).run(None, feeds)
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "d = Identity()",
+        "d = Reshape(b)",
+        "d = Reshape(b, broken)",
+        "d = Reshape(shape, shape)",
+        "d = Unsqueeze(b, far)",
+        "d = Transpose<perm = [3]>(b)",
+    ],
+)
+def test_nodes_that_no_runtime_would_take_are_left_to_it(node):
+    text = f"(float[N,3,8,8] x) => (float[N,4,6,6] y) {{ {node} y = Conv(x, w, d) }}"
+    weights = {"shape": np.array([4]), "broken": np.float32([1.5, 2]), "far": np.array([1 << 40])}
+
+    assert fold(parse(text, **W, **weights)) == 0

@@ -6,6 +6,7 @@ no engine ever computes it. Constants are computed in float64 and rounded once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class _Folding:
             self._read_instead(node, sources)
             if not self._takes_constants_alone(node):
                 continue
-            (name,) = node.output
+            name = node.output[0]
             if node.op_type == "Identity":
                 sources[name] = node.input[0]
             elif (array := _moved(node, [self.constants[given] for given in node.input if given])) is not None:
@@ -184,11 +185,12 @@ class _Folding:
     def _takes_constants_alone(self, node: NodeProto) -> bool:
         if node.op_type not in _MOVES or not is_standard(node) or self._is_kept(node) or node.output[0] in self.outputs:
             return False
-        given = [self.constants.get(name) for name in node.input if name]
-        if node.op_type == "Identity":
-            return given != [None]
-        if given[0] is not None and self.reads[node.input[0]] > 1 and np.prod(given[0].dims) > _MOST_DOUBLED:
+        constant = self.constants.get(node.input[0]) if node.input else None
+        if constant is None or node.op_type == "Identity":
+            return constant is not None
+        if self.reads[node.input[0]] > 1 and math.prod(constant.dims) > _MOST_DOUBLED:
             return False
+        given = [self.constants.get(name) for name in node.input if name]
         return all(tensor is not None and tensor.data_location != TensorProto.EXTERNAL for tensor in given)
 
     def _folded(
@@ -407,8 +409,8 @@ def _moved(node: NodeProto, given: Sequence[TensorProto]) -> NDArray[Any] | None
     if given[0].data_type != FLOAT:
         return None
     array = numpy_helper.to_array(given[0])
-    moves = numpy_helper.to_array(given[1]).reshape(-1).tolist() if given[1:] else _integers(node, "axes")
     try:
+        moves = numpy_helper.to_array(given[1]).reshape(-1).tolist() if given[1:] else _integers(node, "axes")
         match node.op_type:
             case "Transpose":
                 return np.transpose(array, _integers(node, "perm") or None)
@@ -421,7 +423,7 @@ def _moved(node: NodeProto, given: Sequence[TensorProto]) -> NDArray[Any] | None
                 return array.reshape(
                     [size or array.shape[axis] if axis < kept else size for axis, size in enumerate(moves)]
                 )
-    except (ValueError, IndexError):  # whoever runs it says so better
+    except (ValueError, IndexError, TypeError, OverflowError):  # whoever runs it says so better
         return None
 
 

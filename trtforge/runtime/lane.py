@@ -63,7 +63,15 @@ class Lane:
     """
 
     def __init__(
-        self, trt: Any, engine: Any, cuda: Cuda, profile_index: int, log: list[str], beside: Lane | None = None
+        self,
+        trt: Any,
+        engine: Any,
+        cuda: Cuda,
+        profile_index: int,
+        log: list[str],
+        *,
+        remembers_sizes: bool,
+        beside: Lane | None = None,
     ) -> None:
         """Makes a context.
 
@@ -73,13 +81,14 @@ class Lane:
             cuda: where memory and streams come from.
             profile_index: of the engine's profiles.
             log: lines of TensorRT's log, in which it says why it refuses.
+            remembers_sizes: whether a context that has run takes the sizes of outputs for known, see `_set_allocator`.
             beside: a lane whose stream this one shares, so that they compute by turns.
 
         Raises:
             CapabilityError: the GPU has no memory for it, or the engine allows no second context of a profile.
         """
         self._trt, self._engine, self._cuda, self._profile_index, self._log = trt, engine, cuda, profile_index, log
-        self._remembers_sizes = trt.__version__.startswith("8.")
+        self._remembers_sizes = remembers_sizes
         self._memory: dict[str, _Memory] = {}
         self._allocators: dict[str, Any] = {}
         self._shapes: dict[str, Shape] = {}

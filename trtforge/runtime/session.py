@@ -215,7 +215,16 @@ class EngineSession:
         """
         key = (profile.name, which)
         if key not in self._lanes:
-            self._lanes[key] = Lane(self._trt, self.engine, self.cuda, self.profiles.index(profile), self._log, beside)
+            index, version = self.profiles.index(profile), self.artifact.backend_version
+            self._lanes[key] = Lane(
+                self._trt,
+                self.engine,
+                self.cuda,
+                index,
+                self._log,
+                remembers_sizes=version.startswith("8."),  # whose code runs it, in a later runtime too
+                beside=beside,
+            )
             self._closing.callback(self._lanes[key].close)
         return self._lanes[key]
 
