@@ -16,7 +16,7 @@ from trtforge.keys import engine_key, judgement_digest
 from trtforge.machine import GpuFacts, MachineFacts
 from trtforge.plain import from_plain, to_plain
 from trtforge.planning import Plan
-from trtforge.release.gates import silently_fp32
+from trtforge.release.gates import silently_wider
 from trtforge.release.manifest import Artifact, EngineRecord, Manifest, NotRun
 from trtforge.run import Run
 from trtforge.targets import measured_on
@@ -87,7 +87,7 @@ def _recorded(entry: BuiltUnit, plan: Plan, draft: Manifest, run: Run) -> Engine
 
     stored = run.stages.run(_label(entry.unit), key, compute, describe)
     record: EngineRecord = from_plain(EngineRecord, stored.result)
-    if warning := silently_fp32(artifact.precision, record.layer_types):
+    if warning := silently_wider(artifact.precision, record.layer_types):
         run.stages.tell(Event("warning", _label(entry.unit), f"{artifact.identifier}: {warning}"))
     return record
 

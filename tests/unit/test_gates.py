@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from test_manifest import digest, manifest, rtx_artifact, tensorrt_artifact
 
-from trtforge.release.gates import missed_gates, misses_of_kept, not_judged, silently_fp32
+from trtforge.release.gates import missed_gates, misses_of_kept, not_judged, silently_wider
 from trtforge.release.manifest import (
     AccuracyRecord,
     EngineFigures,
@@ -286,7 +286,11 @@ def test_a_build_without_the_gpu_keeps_the_run_of_the_same_bytes_by_the_same_bou
         ("bf16", {"bfloat16": 1}, False),
         ("fp16", {"unknown": 9}, False),
         ("fp32", {"float32": 3}, False),
+        ("int8-implicit", {"float16": 151, "int8": 2, "float32": 1}, True),
+        ("int8-implicit", {"int8": 53, "float16": 3, "unknown": 1}, False),
+        ("int8-implicit", {"unknown": 4, "int32": 2}, False),
+        ("int8", {"float16": 3, "float32": 2}, False),
     ],
 )
-def test_an_engine_that_is_silently_fp32(precision, types, is_silent):
-    assert bool(silently_fp32(precision, types)) == is_silent
+def test_an_engine_that_computes_in_a_wider_type(precision, types, is_silent):
+    assert bool(silently_wider(precision, types)) == is_silent

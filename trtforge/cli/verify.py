@@ -171,7 +171,7 @@ def _proof_json(proof: EngineProof) -> Any:
 def _print_proof(proof: EngineProof) -> None:
     from trtforge.cli.console import say, shown_bytes  # noqa: PLC0415
     from trtforge.parity.report import lines  # noqa: PLC0415
-    from trtforge.release.gates import silently_fp32  # noqa: PLC0415
+    from trtforge.release.gates import silently_wider  # noqa: PLC0415
 
     say(f"{proof.identifier} on the GPU:")
     for line in lines(proof.parity):
@@ -183,6 +183,6 @@ def _print_proof(proof: EngineProof) -> None:
     types = ", ".join(f"{count} {name}" for name, count in proof.layer_types.items())
     hint = "; builder: {profiling_verbosity: detailed} makes an engine that tells them"
     say(f"layers by type: {types}{hint if set(proof.layer_types) == {'unknown'} else ''}")
-    if warning := silently_fp32(proof.precision, proof.layer_types):
+    if warning := silently_wider(proof.precision, proof.layer_types):
         say(f"warning: {warning}")
     say(f"GPU memory: {shown_bytes(proof.engine_bytes)} loaded, {shown_bytes(proof.run_bytes)} more to run")

@@ -15,7 +15,7 @@ from trtforge.digests import file_digest
 from trtforge.errors import PARTIAL_EXIT_CODE, CapabilityError, IntegrityError, ParityError, Problem, StoreError, Where
 from trtforge.gpu_models import compute_capability_number, gpu_model, model_of_device, parse_compute_capability
 from trtforge.plan_header import RTX_COMPUTE_CAPABILITIES, PlanHeader, read_plan_header
-from trtforge.release.gates import missed_gates, not_judged, silently_fp32, sizes_text
+from trtforge.release.gates import missed_gates, not_judged, silently_wider, sizes_text
 from trtforge.release.later_versions import reaches, version_parts
 from trtforge.release.manifest import (
     AccuracyRecord,
@@ -458,7 +458,7 @@ def _engine_checks(artifact: Artifact, record: EngineRecord | NotRun | None) -> 
     yield _parity_check(file, record.parity, f"engine: {name} {record.parity.reason} on {record.gpu}")
     if isinstance(record.accuracy, AccuracyRecord):
         yield _accuracy_check(file, record.accuracy, f"by {name} on {record.gpu}")
-    if warning := silently_fp32(artifact.precision, record.layer_types):
+    if warning := silently_wider(artifact.precision, record.layer_types):
         yield Check(file, "precision", "warning", f"{name}: {warning}", SEE_DECISIONS)
 
 
