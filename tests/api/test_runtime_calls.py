@@ -402,6 +402,19 @@ def test_a_stripped_engine_does_not_run_without_its_weights(bundle, tmp_path):
     assert problem.next_step.startswith("add --model FILE.onnx, that model; trtforge store get 111111111111 FILE.onnx")
 
 
+def test_files_that_an_engine_takes_nothing_from_are_refused(bundle, tmp_path):
+    rig = bundle.rig("10.9.0.34")
+    model(tmp_path)
+    (tmp_path / "own.so").touch()
+    words = ["--model", str(tmp_path / "net.onnx"), "--plugin", str(tmp_path / "own.so")]
+
+    result = CliRunner().invoke(app, [*bench_words(bundle), *words])
+
+    found = [(problem.summary, problem.exit_code) for problem in result.exception.problems]
+    assert found == [(f"found --{name}, of which net-h200 takes nothing", 64) for name in ("model", "plugin")]
+    assert ends_clean(rig)
+
+
 def test_weights_that_do_not_fit_are_told(bundle, tmp_path):
     graph = model(tmp_path)
     rig = bundle.rig("10.9.0.34", settings={"strip_weights": True}, graph_digest=graph.digest)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trtforge.bench import Figures
     from trtforge.errors import Problem
     from trtforge.peers import PeerPoint
+    from trtforge.release.manifest import Artifact
     from trtforge.replay import ReplayFigures
 
 _NEEDS: Final = {
@@ -187,6 +188,7 @@ def bench(
 
             measured = session(manifest, engine)
             other = session(against, _if_in(against, engine)) if against else None
+            raise_any(_unneeded(given=context.params, artifacts=[one.artifact for one in (measured, other) if one]))
             requests = replay and replaying.read_requests(
                 measured, replay, window_ms=window_ms, max_batch=max_batch, seconds=replay_seconds, limit_ms=limit_ms
             )
@@ -253,6 +255,21 @@ def _misused(context: typer.Context) -> Iterator[Problem]:
     if "peer_python" in given and values["streams"] > 1:
         text = f"--peer-python measures one stream, found --streams {values['streams']}"
         yield Problem(text, "leave --streams out", exit_code=code)
+
+
+def _unneeded(given: Mapping[str, Any], artifacts: Sequence[Artifact]) -> Iterator[Problem]:
+    """Files that no engine takes anything from."""
+    from trtforge.errors import CommandLineError, Problem  # noqa: PLC0415
+
+    names = " and ".join(dict.fromkeys(artifact.identifier for artifact in artifacts))
+    takes = {
+        "model": any(artifact.settings.get("strip_weights") for artifact in artifacts),
+        "plugin": any(artifact.plugins for artifact in artifacts),
+    }
+    for name, is_taken in takes.items():
+        if given[name] and not is_taken:
+            text = f"found {_flag(name)}, of which {names} takes nothing"
+            yield Problem(text, f"leave {_flag(name)} out", exit_code=CommandLineError.exit_code)
 
 
 def _flag(name: str) -> str:
