@@ -163,20 +163,24 @@ def _folded(
 ) -> tuple[Graph, tuple[str, ...]]:
     """The graph with scales and shifts folded into weights, and a note; as it is where that changes what it gives."""
     model = onnx.load(graph.path, load_external_data=False)
-    num_folded = fold(model, keep, graph.weights_dir)
-    if not num_folded:
+    gone = fold(model, keep, graph.weights_dir)
+    if not gone.num_moves and not gone.num_folded:
         return graph, ()
     folded = replace(graph, path=folder / "folded.onnx")
     save_model(model, folded.path)
     del model
+    notes = (f"{gone.num_moves} nodes that copied or moved constants are gone",) if gone.num_moves else ()
+    if not gone.num_folded:
+        return folded, notes
     feeds = [entry.feeds for entry in inputs_of(spec_file, graph, profiles, num_random=0)]
     difference = _difference(graph, folded, feeds)
     if difference > _MOST_FROM_FOLDING:
         return graph, (
-            f"{num_folded} nodes not folded into weights: outputs would differ by {difference:.2g} of their norm",
+            f"{gone.num_folded} nodes not folded into weights: outputs would differ by {difference:.2g} of their norm",
         )
     return folded, (
-        f"{num_folded} nodes folded into weights; in FP32, outputs differ by {difference:.1g} of their norm",
+        *notes,
+        f"{gone.num_folded} nodes folded into weights; in FP32, outputs differ by {difference:.1g} of their norm",
     )
 
 

@@ -38,7 +38,7 @@ def build(folder: Path, opt: tuple[int, int], gpu: str) -> Path:
     spec = folder / f"{name}.yaml"
     spec.write_text(
         f"version: 1\nname: {name}\nmodel: {{onnx: bert_base.onnx}}\nprecision: {{type: fp16}}\noutput: {name}\n"
-        f"profiles: [{{inputs: {inputs}}}]\ntargets: [{{backend: tensorrt, gpus: [{gpu}]}}]\n{BUILDER}\n",
+        f"parity: {{random_shapes: 0}}\nprofiles: [{{inputs: {inputs}}}]\ntargets: [{{backend: tensorrt, gpus: [{gpu}]}}]\n{BUILDER}\n",
         encoding="utf-8",
     )
     run(*TRTFORGE, "build", str(spec), "--store", str(folder / "store"))

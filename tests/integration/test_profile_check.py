@@ -225,6 +225,26 @@ def test_static_model_runs_once_and_equal_points_once(check, tmp_path):
     assert [(made.point, made.input_shapes["x"]) for made in checks] == [("min", (1,)), ("max", (3,))]
 
 
+def test_a_size_of_several_profiles_runs_once(tmp_path):
+    graph = graph_of(save(tmp_path / "o.onnx", "g (float[N] x, float[M] y) => (float[N] z) { z = Relu(x) }"))
+    one = profile_of(graph, "one", x=((1,), (2,), (4,)), y=((1,), (1,), (3,)))
+    other = profile_of(graph, "other", x=((3,), (4,), (4,)), y=((1,), (1,), (3,)))
+    told = []
+
+    checks = check_profiles(
+        graph,
+        (one, other),
+        {},
+        failures_dir=tmp_path,
+        where=lambda *_: None,
+        on_point=lambda *point: told.append(point),
+    )
+
+    assert told == [("one", "min"), ("one", "opt"), ("one", "max"), ("other", "min"), ("other", "opt")]
+    assert [(made.profile, made.point) for made in checks] == [*told, ("other", "max")]
+    assert checks[5].output_shapes == checks[2].output_shapes == {"z": (4,)}
+
+
 def test_points_that_differ_in_values_only_all_run(check, tmp_path):
     text = "g (float[12] x, int64[2] shp) => (float[A,B] y) { y = Reshape(x, shp) }"
     graph = graph_of(save(tmp_path / "m.onnx", text))

@@ -32,6 +32,10 @@ def parse(text, **weights):
     return model
 
 
+def gone(folded):
+    return folded.num_moves + folded.num_folded
+
+
 def folded(model, **arguments):
     """(number of nodes gone, operators left, largest difference of outputs relative to the largest output)."""
     feeds = {
@@ -39,7 +43,7 @@ def folded(model, **arguments):
         for info in model.graph.input
     }
     before = ReferenceEvaluator(model).run(None, feeds)
-    count = fold(model, **arguments)
+    count = gone(fold(model, **arguments))
     onnx.checker.check_model(model, full_check=True)
     after = ReferenceEvaluator(model).run(None, feeds)
     assert [one.shape for one in before] == [one.shape for one in after]
@@ -126,12 +130,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_folded_computes_the_same(name):
-    text, weights, gone, left = CASES[name]
+    text, weights, num_gone, left = CASES[name]
     model = parse(text, **weights)
 
     count, operators, difference = folded(model)
 
-    assert (count, operators) == (gone, left)
+    assert (count, operators) == (num_gone, left)
     assert difference < 2e-6
     read = {name for node in model.graph.node for name in node.input}
     assert {tensor.name for tensor in model.graph.initializer} <= read, "constants that nothing reads are gone"
@@ -184,7 +188,7 @@ def test_what_cannot_be_folded_is_left_alone(name):
     model = parse(text, **W, **weights)
     before = model.SerializeToString()
 
-    assert fold(model) == 0
+    assert gone(fold(model)) == 0
     assert model.SerializeToString() == before
 
 
@@ -192,7 +196,7 @@ def test_shared_weights_are_left_alone():
     text = """(float[N,3,8,8] x) => (float[N,4,6,6] y, float[N,4,6,6] z) {
       h = Conv(x, w, b) y = Mul(h, c) i = Conv(x, w, b) z = Add(i, c) }"""
 
-    assert fold(parse(text, **W, c=CHANNELS)) == 0
+    assert gone(fold(parse(text, **W, c=CHANNELS))) == 0
 
 
 def test_kept_nodes_are_left_alone():
@@ -212,7 +216,7 @@ def test_subgraphs_and_constant_nodes():
     feeds = {"x": normal(2, 3, 8, 8), "c": np.array(True)}
     (before,) = ReferenceEvaluator(model).run(None, feeds)
 
-    assert fold(model) == 1
+    assert gone(fold(model)) == 1
 
     (after,) = ReferenceEvaluator(model).run(None, feeds)
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
@@ -229,14 +233,14 @@ def test_copies_that_subgraphs_read_and_copies_that_are_kept():
     feeds = {"x": normal(2, 3, 8, 8), "c": np.array(True)}
     (before,) = ReferenceEvaluator(model).run(None, feeds)
 
-    assert fold(model, KeepRules(("second",))) == 1
+    assert gone(fold(model, KeepRules(("second",)))) == 1
 
     assert np.array_equal(ReferenceEvaluator(model).run(None, feeds)[0], before)
     assert [node.name for node in model.graph.node if node.op_type == "Identity"] == ["second"]
 
 
 def test_weights_in_another_file(tmp_path):
-    text, weights, gone, _ = CASES["batch normalization"]
+    text, weights, num_gone, _ = CASES["batch normalization"]
     model = parse(text, **weights)
     feeds = {"x": normal(2, 3, 8, 8)}
     (before,) = ReferenceEvaluator(model).run(None, feeds)
@@ -244,7 +248,7 @@ def test_weights_in_another_file(tmp_path):
     onnx.save(model, tmp_path / "model.onnx")
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
 
-    assert fold(model, folder=tmp_path) == gone
+    assert gone(fold(model, folder=tmp_path)) == num_gone
 
     (after,) = ReferenceEvaluator(model).run(None, feeds)
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
@@ -265,4 +269,4 @@ def test_nodes_that_no_runtime_would_take_are_left_to_it(node):
     text = f"(float[N,3,8,8] x) => (float[N,4,6,6] y) {{ {node} y = Conv(x, w, d) }}"
     weights = {"shape": np.array([4]), "broken": np.float32([1.5, 2]), "far": np.array([1 << 40])}
 
-    assert fold(parse(text, **W, **weights)) == 0
+    assert gone(fold(parse(text, **W, **weights))) == 0

@@ -84,7 +84,20 @@ class _Layer:
         return None
 
 
-def fold(model: ModelProto, keep: KeepRules = KeepRules(), folder: Path | None = None) -> int:  # noqa: B008 - frozen
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Numbers of nodes that are gone.
+
+    Attributes:
+        num_moves: copied or moved constants, which stayed what they were.
+        num_folded: computed with constants that are in weights now, rounded once more.
+    """
+
+    num_moves: int
+    num_folded: int
+
+
+def fold(model: ModelProto, keep: KeepRules = KeepRules(), folder: Path | None = None) -> Folded:  # noqa: B008 - frozen
     """Folds multiplications, additions and batch normalizations by constants, in place.
 
     Guarantees: the model computes the same function but for the rounding of FP32; values that are outputs, or that
@@ -99,16 +112,13 @@ def fold(model: ModelProto, keep: KeepRules = KeepRules(), folder: Path | None =
         keep: globs on names of nodes that stay as they are.
         folder: where external weights lie.
 
-    Returns:
-        The number of nodes that are gone.
-
     Source: Jacob et al. 2018, section 3.2, for batch normalization; ONNX BatchNormalization-15.
     """
     folding = _Folding(model, keep, folder)
     for graph in list(all_graphs(model.graph)):
         folding.fold(graph)
     folding.drop_unread()
-    return folding.num_gone
+    return Folded(folding.num_moves, folding.num_folded)
 
 
 class _Folding:
@@ -117,7 +127,8 @@ class _Folding:
     def __init__(self, model: ModelProto, keep: KeepRules, folder: Path | None) -> None:
         self.keep = keep
         self.folder = folder
-        self.num_gone = 0
+        self.num_moves = 0
+        self.num_folded = 0
         self.external_bytes = 0
         self.graphs = list(all_graphs(model.graph))
         nodes = [node for graph in self.graphs for node in graph.node]
@@ -171,7 +182,7 @@ class _Folding:
         for place in reversed(places):
             del graph.node[place]
         self.unread.update(sources)
-        self.num_gone += len(places)
+        self.num_moves += len(places)
         for inner in (node for each in all_graphs(graph) for node in each.node if sources):
             self._read_instead(inner, sources)
 
@@ -215,7 +226,7 @@ class _Folding:
             gone.add(each.output[0])
             self.unread.update(each.input)
             self.reads.subtract(each.input)
-        self.num_gone += len(row) - num_steps
+        self.num_folded += len(row) - num_steps
         return result
 
     def _row(

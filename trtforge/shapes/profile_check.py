@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def check_profiles(
 ) -> tuple[PointCheck, ...]:
     """Runs the reference at every distinct point of every profile, on generated inputs.
 
-    Guarantees: each point ran, once where points of a profile are equal (so a static model runs once). Outputs that
-    are not finite are recorded, no error. The inputs of a point that did not run are left in `failures_dir` as
+    Guarantees: each point ran, once where points are equal, those of other profiles too (so a static model runs once).
+    Outputs that are not finite are recorded, no error. The inputs of a point that did not run are left in `failures_dir` as
     `PROFILE-POINT.json`, a list of one feed, for `polygraphy run --load-inputs`.
 
     Args:
@@ -55,14 +55,20 @@ def check_profiles(
     """
     session = ReferenceSession(graph)
     checks: list[PointCheck] = []
+    known: list[tuple[_Sizes, PointCheck]] = []
     problems: list[Problem] = []
     for profile in profiles:
         failures: list[_Failure] = []
         for point in _distinct_points(profile):
+            sizes = _sizes(profile, point)
+            if same := next((check for other, check in known if other == sizes), None):
+                checks.append(replace(same, profile=profile.name, point=point))
+                continue
             on_point(profile.name, point)
             feeds = generate_inputs(graph, profile, point, declared, seed)
             try:
                 checks.append(_run(session, profile, point, feeds))
+                known.append((sizes, checks[-1]))
             except GraphError as error:
                 failures.append(_Failure(profile, point, feeds, error.problems[0].detail[0]))
         passed = [check.point for check in checks if check.profile == profile.name]
@@ -71,6 +77,10 @@ def check_profiles(
             problems.append(_problem(graph, failure, passed, path, where(profile.name, failure.point)))
     raise_any(problems)
     return tuple(checks)
+
+
+_Sizes = tuple[dict[str, Shape], dict[str, Shape]]
+"""Input -> its shape, and its values where those decide shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +93,14 @@ class _Failure:
     reason: str
 
 
-def _distinct_points(profile: Profile) -> list[Point]:
-    def sizes(point: Point) -> list[Shape]:
-        return [getattr(given, point) for given in (*profile.shapes.values(), *profile.values.values())]
+def _sizes(profile: Profile, point: Point) -> _Sizes:
+    shapes = {name: getattr(given, point) for name, given in profile.shapes.items()}
+    return shapes, {name: getattr(given, point) for name, given in profile.values.items()}
 
-    return [
-        point for place, point in enumerate(POINTS) if all(sizes(point) != sizes(other) for other in POINTS[:place])
-    ]
+
+def _distinct_points(profile: Profile) -> list[Point]:
+    sizes = {point: _sizes(profile, point) for point in POINTS}
+    return [point for place, point in enumerate(POINTS) if all(sizes[point] != sizes[one] for one in POINTS[:place])]
 
 
 def _run(session: ReferenceSession, profile: Profile, point: Point, feeds: dict[str, Array]) -> PointCheck:
