@@ -16,6 +16,7 @@ import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 
+from trtforge import pipeline
 from trtforge.backends import builder_log
 from trtforge.backends.builder_log import explain
 from trtforge.backends.protocol import load_backend
@@ -541,3 +542,44 @@ def test_a_use_of_an_operator_that_no_row_knows_is_told_by_the_parser_s_words(tm
     text = 'g (float[4] x, int64[2,1] i, float[2] u) => (float[4] y) { [s] y = ScatterND <reduction="mul"> (x, i, u) }'
     with pytest.raises(BuildError, match=r"ScatterND \(node 's'\) is used in a way .* ScatterND with reduction is not"):
         build(ingest(save(tmp_path, text), tmp_path), unit(), tmp_path)
+
+
+ATTENTION = """<ir_version: 8, opset_import: ["" : 17]>
+net (float[batch, seq, 64] x, bool[batch, seq] attended) => (float[batch, seq, 64] y)
+<float minus = {-inf}, float none = {0}, int64[4] heads = {0, 0, 2, 32}, int64[3] whole = {0, 0, 64}, int64[2] axes = {1, 2}>
+{
+    q0 = MatMul(x, wq) k0 = MatMul(x, wk) v0 = MatMul(x, wv)
+    q1 = Reshape(q0, heads) k1 = Reshape(k0, heads) v1 = Reshape(v0, heads)
+    q = Transpose<perm = [0, 2, 1, 3]>(q1) k = Transpose<perm = [0, 2, 3, 1]>(k1) v = Transpose<perm = [0, 2, 1, 3]>(v1)
+    scores = MatMul(q, k) wide = Unsqueeze(attended, axes) mask = Where(wide, none, minus) masked = Add(scores, mask)
+    p = Softmax<axis = -1>(masked) gone = IsNaN(p) guarded = Where(gone, none, p)
+    heads_out = MatMul(guarded, v) o = Transpose<perm = [0, 2, 1, 3]>(heads_out) joined = Reshape(o, whole)
+    y = MatMul(joined, wo)
+}"""
+ATTENTION_SPEC = """
+version: 1
+name: attention
+model: {onnx: model.onnx}
+inputs: {attended: {kind: mask}}
+precision: {type: fp16}
+profiles: [{inputs: {x: {min: [1, 8, 64], opt: [4, 32, 64], max: [8, 64, 64]}, attended: {min: [1, 8], opt: [4, 32], max: [8, 64]}}}]
+targets: [{backend: tensorrt_rtx, gpus: [sm86]}]
+"""
+
+
+def test_attention_as_pytorch_exports_it_builds_in_fp16(tmp_path):
+    """scaled_dot_product_attention guards rows that are masked away; TensorRT-RTX 1.7 stopped at a cast behind the guard."""
+    model = onnx.parser.parse_model(ATTENTION)
+    rng = np.random.default_rng(0)
+    weights = {name: (rng.standard_normal((64, 64)) / 8).astype(np.float32) for name in ("wq", "wk", "wv", "wo")}
+    model.graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in weights.items())
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "attention.yaml").write_text(ATTENTION_SPEC)
+
+    bundle = pipeline.build(tmp_path / "attention.yaml", None, lambda _event: None, store_path=tmp_path / "store")
+
+    (artifact,) = bundle.manifest.artifacts
+    assert artifact.precision == "fp16"
+    kept = {decision.op for decision in bundle.manifest.lowering if decision.dtype == "float32"}
+    assert "Softmax" in kept
+    assert "IsNaN" not in kept

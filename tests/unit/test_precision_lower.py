@@ -310,6 +310,19 @@ def test_ranges_decide():
     assert set(chosen(lowered(text, opset=22, dtype="bfloat16", w=W, ranges=ranges)).values()) == {"bfloat16"}
 
 
+def test_a_guard_of_what_a_softmax_masks_away_is_lowered():
+    text = """g (float[2,4] x) => (float[2,4] y)
+      { [s] p = Softmax(x) [isnan] n = IsNaN(p) [where] a = Where(n, zero, p) [m] y = MatMul(a, w) }"""
+    masked = Range(0, 1, float("inf"), finite=False)
+    ranges = {"x": Range(-2, 2, 2, finite=True), "p": masked, "a": Range(0, 1, 1, finite=True)}
+
+    result = lowered(text, w=W, zero=np.float32(0), ranges=ranges)
+
+    assert chosen(result) == {"s": "float32", "isnan": "float16", "where": "float16", "m": "float16"}
+    guarded = lowered(text.replace("Softmax", "Relu"), w=W, zero=np.float32(0), ranges=ranges)
+    assert reason(guarded, "where") == "'p' is not finite in the data"
+
+
 def test_keep_globs():
     text = "g (float[2,4] x) => (float[2,4] y) { [enc_0_fc] a = MatMul(x, w) [enc_1_fc] b = MatMul(a, w) [head] y = MatMul(b, w) }"
 

@@ -145,6 +145,9 @@ _FRACTIONAL = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, Ten
 _BOOL = TensorProto.BOOL
 _BYTES = (TensorProto.UINT8, TensorProto.INT8)
 
+_WITHIN_ONE = frozenset(["Sigmoid", "Softmax", "Tanh"])
+"""Operators whose results are from -1 to 1, or NaN."""
+
 _GUARDED = frozenset(["Add", "Clip", "Max", "Sub"])
 """Operators that keep a number away from zero."""
 
@@ -471,6 +474,8 @@ def _range_reason(unit: Unit, dtype: LowType, ranges: Mapping[str, Range]) -> st
         seen = ranges.get(value.name) if value.tensor is None else None
         if seen is None:
             continue
+        if not seen.finite and value.producer and value.producer.op in _WITHIN_ONE:
+            continue  # NaN, as where a mask leaves nothing to attend to, and every type has it
         if not seen.finite:
             return f"'{value.name}' is not finite in the data"
         if seen.absmax > limit:
