@@ -126,7 +126,8 @@ def bench(
         CapabilityError: the GPU stopped, or has no memory.
     """
     report(Event("started", "bench"))
-    points, slowdowns = [], []
+    points: list[PointFigures] = []
+    slowdowns: list[Slowdown] = []
     wanted_sizes, outside = _combinations(session, sizes)
     if other is not None:
         _refuse_unlike(session, other, wanted_sizes)
@@ -134,7 +135,7 @@ def bench(
         report(Event("warning", "bench", f"{sizes_text(wanted)} lies in no profile, and is left out"))
     for wanted in wanted_sizes:
         report(Event("step", "bench", sizes_text(wanted)))
-        points.append(_point(session, wanted, switches))
+        points.append(_point(session, wanted, switches, points[-1].context_bytes if points else 0))
         if other is not None:
             report(Event("step", "bench", f"{sizes_text(wanted)}, by turns with {other.artifact.identifier}"))
             slowdowns.append(_compared(other, session, wanted, switches))
@@ -254,7 +255,8 @@ def _switch_labels(switches: Switches) -> dict[str, str]:
     return {name: str(getattr(switches, name)).lower() for name in names} | {"streams": str(switches.streams)}
 
 
-def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) -> PointFigures:
+def _point(session: EngineSession, sizes: dict[str, int], switches: Switches, taken_before: int) -> PointFigures:
+    free_before = session.cuda.memory()[0]  # of which another engine that is open has taken its own
     profile, lanes, feeds = _ready(session, sizes, switches)
     timings = measure(lanes, session.cuda, feeds, switches)
     notes = [
@@ -274,7 +276,7 @@ def _point(session: EngineSession, sizes: dict[str, int], switches: Switches) ->
         spread(timings.response),
         timings.throughput_qps,
         len(timings.compute),
-        session.run_bytes,
+        taken_before + max(free_before - session.cuda.memory()[0], 0),
         (*remarks(timings, switches), *notes),
     )
 

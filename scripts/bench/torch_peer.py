@@ -65,13 +65,11 @@ def resnet50() -> Parts:
 
 
 def _text(model: torch.nn.Module) -> Parts:
-    ids = torch.ones(2, 16, dtype=torch.int64)
-    axes = {0: "batch", 1: "seq"}
     names = ("input_ids", "attention_mask")
     return {
         "model": model,
-        "example_inputs": dict.fromkeys(names, ids),
-        "dynamic_axes": dict.fromkeys(names, axes),
+        "example_inputs": {name: torch.ones(2, 16, dtype=torch.int64) for name in names},
+        "dynamic_axes": {name: {0: "batch", 1: "seq"} for name in names},
     }
 
 

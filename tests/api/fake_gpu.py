@@ -188,6 +188,7 @@ class Rig:
         log: what TensorRT logs while it loads; then it loads nothing.
         refuses: what it logs in place of running.
         takes_shapes: whether it takes what inputs' shapes are set to.
+        takes_profiles: whether a context takes the profile that is chosen.
     """
 
     def __init__(self, version, *, sized_by_data=False):
@@ -198,6 +199,7 @@ class Rig:
         self.takes_weights = True
         self.refuses = ""
         self.takes_shapes = True
+        self.takes_profiles = True
         self.log = ()
         self.version = version
         methods = {
@@ -268,7 +270,7 @@ class Rig:
 
     def _set_profile(self, context, index, _stream):
         taken = [one().profile for one in context.siblings if one() is not None and one() is not context]
-        if index in taken and not self.shares_profiles:
+        if not self.takes_profiles or (index in taken and not self.shares_profiles):
             return False
         context.__dict__["profile"] = index
         return True

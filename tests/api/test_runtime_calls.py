@@ -46,6 +46,7 @@ from trtforge.release.manifest import (
     TensorRecord,
     manifest_json,
 )
+from trtforge.runtime import lane as lane_module
 from trtforge.runtime import session as session_module
 from trtforge.runtime.measure import Switches, lanes_of, measure
 from trtforge.runtime.session import EngineSession
@@ -400,6 +401,48 @@ def test_a_stripped_engine_does_not_run_without_its_weights(bundle, tmp_path):
     result = CliRunner().invoke(app, [*bench_words(bundle), "--model", str(tmp_path / "net.onnx")])
     (problem,) = result.exception.problems
     assert problem.next_step.startswith("add --model FILE.onnx, that model; trtforge store get 111111111111 FILE.onnx")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.int8([-1]), np.uint8),
+        (np.uint8([200]), np.int8),
+        (np.uint64([2**63 + 5]), np.int64),
+        (np.float32([2.5]), np.int32),
+        (np.float64([1e10]), np.int32),
+        (np.float32([np.nan]), np.int32),
+        (np.int64([2**40]), np.int32),
+    ],
+)
+def test_values_that_integers_do_not_hold_are_refused(values, dtype):
+    with pytest.raises(GraphError, match=f"input 'x' is {np.dtype(dtype)} in the engine, and holds values from"):
+        lane_module._converted("x", values, np.dtype(dtype))
+    assert lane_module._converted("x", np.full_like(values, 3), np.dtype(dtype)).tolist() == [3]
+
+
+def test_a_session_that_is_closed_runs_nothing(bundle):
+    rig = bundle.rig("8.6.1")
+    with EngineSession.open(bundle.path) as session:
+        runs = session.run_each([{"x": X}] * 4)
+        next(runs)
+
+    for go_on in (lambda: next(runs), lambda: session.run({"x": X})):
+        with pytest.raises(CapabilityError, match="the session of net-h200 is closed"):
+            go_on()
+    assert ends_clean(rig)
+
+
+def test_a_context_in_place_of_another_that_takes_no_profile(bundle):
+    rig = bundle.rig("8.6.1", sized_by_data=True)
+
+    with EngineSession.open(bundle.path) as session:
+        session.run({"x": X})
+        rig.takes_profiles = False
+        with pytest.raises(CapabilityError, match="TensorRT gives a second context"):
+            session.run({"x": X[:1]})
+
+    assert ends_clean(rig)
 
 
 def test_files_that_an_engine_takes_nothing_from_are_refused(bundle, tmp_path):

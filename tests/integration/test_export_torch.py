@@ -109,6 +109,14 @@ def test_a_tuple_of_inputs_takes_the_names_of_forward(export):
     assert_equal(runs)
 
 
+@pytest.mark.parametrize("opset", [17, 20])
+def test_one_tensor_that_is_given_for_two_inputs_makes_two(export, opset):
+    report, runs = export("sound.py:difference", opset=opset)
+
+    assert [spec.name for spec in report.graph.inputs] == ["one", "other"]
+    assert_equal(runs)
+
+
 def test_a_model_in_training_mode_is_exported_in_eval_mode_and_told(export):
     report, runs = export("sound.py:tagger")
 

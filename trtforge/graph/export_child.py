@@ -134,7 +134,8 @@ def _case(returned: Any) -> Json:
     return {
         "model": model,
         "names": names,
-        "inputs": inputs,
+        # torch.export takes a tensor that is given for two inputs for one input.
+        "inputs": {name: tensor.detach().clone() for name, tensor in inputs.items()},
         "skipped": skipped,
         "dynamic_axes": {name: dict(axes[name]) for name in names if name in axes},
         "output_names": list(output_names) if output_names is not None else None,

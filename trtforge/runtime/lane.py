@@ -104,7 +104,11 @@ class Lane:
         self._context = self._new_context()
         self.stream: int = cuda.stream() if beside is None else beside.stream
         self._owns_stream = beside is None
-        self._choose_profile()
+        try:
+            self._choose_profile()
+        except CapabilityError:
+            self.close()
+            raise
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Element type of an input or output."""
@@ -122,7 +126,7 @@ class Lane:
             feeds: input name -> array of the engine's type, of sizes that this profile allows.
 
         Raises:
-            GraphError: the engine's narrower integers do not hold a value.
+            GraphError: the engine's integers do not hold a value.
             CapabilityError: TensorRT does not take a shape, or memory is short.
         """
         arrays = {name: _converted(name, feeds[name], self._types[name]) for name in self.input_names}
@@ -276,12 +280,10 @@ class Lane:
 
     def _choose_profile(self) -> None:
         if not self._context.set_optimization_profile_async(self._profile_index, self.stream):
-            lines = self._log[-_SHOWN_LINES:]
-            self.close()
             raise CapabilityError(
                 "TensorRT gives a second context of the same profile only to engines that were built for it",
-                detail=lines,
-                next_step="use 1 stream, or build the engine again with this version of trtforge",
+                detail=self._log[-_SHOWN_LINES:],
+                next_step="use 1 stream and --one-at-a-time, or build the engine again with this version of trtforge",
             )
         self._cuda.synchronize(self.stream)
 
@@ -430,9 +432,10 @@ def _type(name: str, dtype: str) -> np.dtype[Any]:
 
 def _converted(name: str, values: Array, dtype: np.dtype[Any]) -> Array:
     array = np.asarray(values)
-    converted = array.astype(dtype, order="C", copy=False)
-    is_narrower = array.dtype.kind in "iu" and dtype.kind in "iu" and dtype.itemsize < array.dtype.itemsize
-    if is_narrower and not np.array_equal(array, converted):
+    with np.errstate(invalid="ignore"):  # what does not fit is refused
+        converted = array.astype(dtype, order="C", copy=False)
+    is_sure = dtype.kind not in "iu" or np.can_cast(array.dtype, dtype)
+    if not is_sure and not np.array_equal(array, converted):
         raise GraphError(
             f"input '{name}' is {dtype} in the engine, and holds values from {array.min()} to {array.max()}",
             next_step="give values that fit, or keep this part outside the engine",
@@ -470,8 +473,8 @@ def _growing(trt: Any, cuda: Cuda) -> Any:
         def reallocate_output(self, _name: str, _memory: int, size: int, _alignment: int) -> int:
             wanted = max(size, self.least, 1)
             if wanted > self.size:
-                self.close()
                 try:
+                    self.close()
                     self.pointer = cuda.allocate(wanted)
                 except CapabilityError as error:  # an exception may not pass through TensorRT; no memory is its answer
                     self.error = error
@@ -486,8 +489,8 @@ def _growing(trt: Any, cuda: Cuda) -> Any:
             self.shape = tuple(shape)
 
         def close(self) -> None:
-            if self.pointer:
-                cuda.free(self.pointer)
-                self.pointer, self.size = 0, 0
+            pointer, self.pointer, self.size = self.pointer, 0, 0
+            if pointer:
+                cuda.free(pointer)
 
     return Growing()

@@ -202,6 +202,11 @@ class EngineSession:
         """Gives everything on the GPU back; a second time does nothing."""
         self._closing.close()
 
+    def _refuse_closed(self) -> None:
+        if self.engine is None:
+            text = f"the session of {self.artifact.identifier} is closed"
+            raise CapabilityError(text, next_step="open it again, and run what is left before it is closed")
+
     def _unload(self) -> None:
         self._lanes.clear()
         self.engine = None  # before its runtime
@@ -213,6 +218,7 @@ class EngineSession:
         Raises:
             CapabilityError: the GPU has no memory for it.
         """
+        self._refuse_closed()
         key = (profile.name, which)
         if key not in self._lanes:
             index, version = self.profiles.index(profile), self.artifact.backend_version
@@ -258,7 +264,7 @@ class EngineSession:
             Output name -> array, in the engine's order.
 
         Raises:
-            GraphError: an input is missing, no profile allows the shapes, or the engine's narrower integers do not hold
+            GraphError: an input is missing, no profile allows the shapes, or the engine's integers do not hold
                 a value.
             CapabilityError: the GPU has no memory for it, or stopped.
         """
@@ -288,10 +294,12 @@ class EngineSession:
                     lane = self.lane(profile, ("each", call, 1), beside=lane)
                 if len(started) > 1:
                     yield started.popleft().finish()
+                    self._refuse_closed()
                 lane.prepare(feeds)
                 lane.start()
                 started.append(lane)
             while started:
+                self._refuse_closed()
                 yield started.popleft().finish()
         except GraphError:
             while started:
@@ -420,7 +428,8 @@ def _load_plugins(trt: Any, log: Any, plugins: Sequence[Path], artifact: Artifac
             detail=[f"given: {path} {digest[:12]}" for digest, path in found.items()],
             next_step="add --plugin LIBRARY.so, the one that it was built with",
         )
-    if artifact.plugins and hasattr(trt, "init_libnvinfer_plugins"):  # the small runtimes have none
+    # TensorRT's own too, of which a parser makes some operators. The small runtimes have none.
+    if hasattr(trt, "init_libnvinfer_plugins"):
         trt.init_libnvinfer_plugins(log, "")
     for digest in artifact.plugins:
         try:

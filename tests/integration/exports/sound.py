@@ -74,3 +74,14 @@ def halves():
 def large():
     torch.manual_seed(0)
     return torch.nn.Linear(100, 200), (torch.ones(4, 100),), {"input": {0: "batch"}}
+
+
+class Difference(torch.nn.Module):
+    def forward(self, one, other):
+        return one - 2 * other
+
+
+def difference():
+    example = torch.ones(2, 3)
+    axes = {0: "rows"}
+    return Difference(), {"one": example, "other": example}, {"one": axes, "other": axes}
