@@ -307,6 +307,8 @@ def _unlike(found: released.Artifact, artifact: released.Artifact, measured: Seq
         return ""
     if found.settings.get("version_compatible"):
         return "is version-compatible: it brings native code, which trtforge bench --allow-host-code lets run"
+    if found.settings.get("strip_weights"):
+        return "was built without its weights"
     if set(found.plugins) - set(artifact.plugins):
         return "needs other plugins"
     if _layout(found).axes != _layout(artifact).axes:

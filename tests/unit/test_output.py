@@ -55,6 +55,19 @@ def test_other_files_stay_stale_ones_and_leftovers_go(tmp_path, work):
     assert files(dist) == {"a.engine": b"old", "c.engine": b"c", "manifest.json": b"new", "notes.txt": b"mine"}
 
 
+def test_a_stale_name_takes_nothing_outside_the_folder_and_no_folder(tmp_path, work):
+    dist, home = tmp_path / "dist", tmp_path / "home"
+    (dist / "folder.engine").mkdir(parents=True)
+    home.mkdir()
+    (home / "precious").write_bytes(b"mine")
+    (dist / "sub").symlink_to(home)
+
+    publish(dist, {"a.engine": engine(work, "a")}, "{}", stale=["sub/precious", "folder.engine", "../home/precious"])
+
+    assert (home / "precious").read_bytes() == b"mine"
+    assert (dist / "folder.engine").is_dir()
+
+
 def test_a_link_in_the_folder_is_replaced_not_followed(tmp_path, work):
     dist = tmp_path / "dist"
     dist.mkdir()

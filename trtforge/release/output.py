@@ -67,7 +67,11 @@ def publish(output_dir: Path, engines: Mapping[str, Path], manifest_text: str, *
             for temporary, final in staged_engines:
                 temporary.replace(final)
             for name in stale:  # while a manifest still names them: a run killed here is made good by the next
-                (output_dir / name).unlink(missing_ok=True)
+                path = output_dir / name
+                if path.is_file() and path.parent.resolve().is_relative_to(
+                    output_dir.resolve()
+                ):  # others may have linked it
+                    path.unlink()
             staged_manifest.replace(manifest_path)
             folder_to_disk(output_dir)
         finally:
